@@ -1,0 +1,63 @@
+"""When to stop adding to a batch (paper, Part B)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from feather_sglang.scheduling.settings import Settings
+
+
+class BatchState(NamedTuple):
+    """What a policy sees at one admission; depths are in chunks."""
+
+    #: Requests in the batch; at least one, since an empty batch is never refused anything.
+    batch: int
+    #: Shared depth that adding the candidate would cost; a batch of one has none to lose.
+    delta: int
+    #: Waiting requests, the candidate included, that share the depth that would remain.
+    sharing: int
+    #: Whether the candidate shares more with some active request than every request shares anyway.
+    related: bool
+    #: Waiting requests that will join as soon as a prefix now being prefilled is computed.
+    held: int
+
+
+class BatchingPolicy(Protocol):
+    """Decides for the best candidate. Must be deterministic: every tensor parallel rank asks its own copy."""
+
+    def admit(self, state: BatchState) -> bool:
+        """``True`` to add the candidate, ``False`` to stop and run the batch as it is. Called in the decode loop."""
+        ...
+
+
+class StaticPolicy:
+    """The paper's static heuristic: admit while little shared depth is lost, or while the batch is small.
+
+    The defaults are the authors' own, rescaled from chunks of 50 tokens to ours of 64; see ``Settings``.
+    """
+
+    def __init__(self, settings: Settings, max_batch: int) -> None:
+        self._tolerance = settings.depth_tolerance
+        self._crowd = settings.crowd
+        self._crowd_tolerance = settings.crowd_tolerance
+        self._min_batch = settings.min_batch or default_min_batch(max_batch)
+
+    def admit(self, state: BatchState) -> bool:
+        """O(1)."""
+        tolerance = self._crowd_tolerance if state.sharing >= self._crowd else self._tolerance
+        if state.related and state.delta <= tolerance:
+            return True
+        if state.batch + state.held < self._min_batch:
+            return True  # too small to be worth protecting, even when those who are held have joined
+        # The batch's own followers come before strangers; and without shared depth there is nothing to protect.
+        return not state.held and state.delta == 0
+
+
+def default_min_batch(max_batch: int) -> int:
+    """A quarter of the running slots, at least 8.
+
+    Decode reads the weights once a step whatever the batch, so a small batch is never worth protecting; a quarter keeps
+    that share of a step small and still leaves room for the paper's result (batches of 100 against mixed ones of 400
+    and more).
+    """
+    return max(8, max_batch // 4)
