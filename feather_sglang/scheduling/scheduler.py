@@ -66,6 +66,7 @@ class FeatherScheduler:
         self._max_passes = settings.max_passes
         self._info: dict[Hashable, _Waiting] = {}
         self._queue: SortedDict = SortedDict()  # seq -> rid of those who wait, so by arrival
+        self._active: dict[Hashable, None] = {}  # in order of admission
         self._computing: dict[Hashable, None] = {}  # active, prefix not fully computed yet; in order of admission
         self._next_seq = 0
         self._passes = 0  # passes in which somebody was passed over
@@ -95,6 +96,7 @@ class FeatherScheduler:
     def leave(self, rid: Hashable) -> None:
         """A request finished or was aborted, running or waiting. Raises ``KeyError`` for an unknown one."""
         self.tree.remove(rid)
+        self._active.pop(rid, None)
         self._computing.pop(rid, None)
         self._queue.pop(self._info.pop(rid).seq, None)
         self._settled = False
@@ -119,6 +121,16 @@ class FeatherScheduler:
 
     def __contains__(self, rid: Hashable) -> bool:
         return rid in self._info
+
+    @property
+    def waiting(self) -> Iterable[Hashable]:
+        """Waiting requests, by arrival."""
+        return self._queue.values()  # type: ignore[no-any-return]  # sortedcontainers is not typed
+
+    @property
+    def active(self) -> Iterable[Hashable]:
+        """Active requests, in order of admission."""
+        return self._active
 
     @property
     def computing(self) -> Iterable[Hashable]:
@@ -221,11 +233,13 @@ class FeatherScheduler:
     def _activate(self, rid: Hashable) -> None:
         self.tree.activate(rid, ready=False)
         del self._queue[self._info[rid].seq]
+        self._active[rid] = None
         self._computing[rid] = None
 
     def _deactivate(self, rid: Hashable) -> None:
         self.tree.deactivate(rid)
         self._queue[self._info[rid].seq] = rid
+        del self._active[rid]
         self._computing.pop(rid, None)
 
     def _check(self) -> None:
@@ -235,7 +249,9 @@ class FeatherScheduler:
         assert len(self.tree) == len(self._info)
         for seq, rid in self._queue.items():
             assert self._info[rid].seq == seq and not self.tree.is_active(rid)
-        for rid in self._computing:
+        assert len(self._active) == self.tree.num_active
+        for rid in self._active:
             assert self.tree.is_active(rid)
+        assert self._computing.keys() <= self._active.keys()
         for rid in self._planned:
             assert rid in self._computing

@@ -1,0 +1,122 @@
+"""A real SGLang server as a child process: start it, wait for it, and leave nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+
+_START_S = 300
+_STOP_S = 20
+
+
+class ServerError(RuntimeError):
+    """The server did not come up; the message ends with the tail of its log."""
+
+
+def free_port() -> int:
+    """A TCP port that nobody uses right now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Server:
+    """``python -m feather_sglang.launch_server`` with the given flags; a context manager.
+
+    The process group is killed on exit, so no scheduler outlives it. It runs in an empty folder, since ``python -m``
+    would import packages from the current one.
+
+    Args:
+        arguments: SGLang's and Feather's flags, without host and port.
+        log: file that gets the server's output.
+        environment: variables on top of this process's own.
+        module: the launcher, for comparisons with SGLang's own.
+
+    Raises:
+        ServerError: it ended, or was not healthy within five minutes.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        log: Path,
+        environment: dict[str, str] | None = None,
+        module: str = "feather_sglang.launch_server",
+    ) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = log
+        self._command = [sys.executable, "-m", module, "--host", "127.0.0.1", "--port", str(self.port), *arguments]
+        self._environment = {**os.environ, "HF_HUB_OFFLINE": "1", **(environment or {})}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="feather-server-")
+
+    def __enter__(self) -> Server:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self, progress: Callable[[int], None] | None = None) -> None:
+        """Start and wait until it answers; ``progress`` is called with the seconds so far."""
+        with self.log.open("wb") as output:
+            self._process = subprocess.Popen(
+                self._command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=self._environment,
+                cwd=self._folder.name,
+                start_new_session=True,
+            )
+        try:
+            self._wait(progress)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _wait(self, progress: Callable[[int], None] | None) -> None:
+        assert self._process is not None
+        for second in range(_START_S):
+            if self._process.poll() is not None:
+                raise ServerError(f"the server ended with code {self._process.returncode}\n{self.tail()}")
+            with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):
+                urllib.request.urlopen(self.url + "/health", timeout=5).close()
+                return
+            if progress is not None:
+                progress(second)
+            time.sleep(1)
+        raise ServerError(f"the server was not healthy after {_START_S} s\n{self.tail()}")
+
+    def stop(self) -> None:
+        """End the server and every process it spawned."""
+        if self._process is not None:
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, number)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(_STOP_S)
+            self._process = None
+        self._folder.cleanup()
+
+    def running(self) -> bool:
+        """Whether the server's first process is alive."""
+        return self._process is not None and self._process.poll() is None
+
+    def tail(self, lines: int = 30) -> str:
+        """The last lines of its log."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])

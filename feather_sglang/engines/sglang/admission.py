@@ -1,0 +1,48 @@
+"""Hooks of the scheduling pass. Each hands over to SGLang at once where Feather is not attached."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from feather_sglang.engines.sglang.controller import Controller, controller_of
+
+
+def around_get_new_batch_prefill(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """``Scheduler._get_new_batch_prefill_raw``: one scheduling pass, before every prefill and every decode step."""
+    controller = controller_of(scheduler)
+    if controller is None:
+        return original(scheduler, *args, **kwargs)
+    running_batch = kwargs.get("running_batch", scheduler.running_batch)
+    if controller.nothing_to_do(running_batch):
+        # SGLang's own early exit: it still looks after its grammar queue, and walks nothing.
+        running_batch.batch_is_full = True
+        try:
+            return original(scheduler, *args, **kwargs)
+        finally:
+            running_batch.batch_is_full = False
+    try:
+        return original(scheduler, *args, **kwargs)
+    finally:
+        controller.end_pass()
+
+
+def around_calc_priority(
+    original: Callable[..., Any], policy: Any, waiting_queue: list[Any], *args: Any, **kwargs: Any
+) -> None:
+    """``SchedulePolicy.calc_priority``: Feather's plan goes to the head of the queue, the rest keeps its order."""
+    controller = controller_of(policy)
+    if controller is None or not controller.order(waiting_queue, *args, **kwargs):
+        original(policy, waiting_queue, *args, **kwargs)
+
+
+def around_add_one_req(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+    """``PrefillAdder.add_one_req``: refuse whoever comes after the plan, as if the budget had ended."""
+    controller = Controller.in_pass
+    if controller is None:
+        return original(adder, req, *args, **kwargs)
+    if not controller.allows(req, adder):
+        return controller.refusal
+    result = original(adder, req, *args, **kwargs)
+    controller.offered(req, adder)
+    return result

@@ -1,0 +1,235 @@
+"""Between one SGLang scheduler and Feather's: tells what happened, asks for the plan, and never raises.
+
+Nothing is asked of SGLang's radix tree, and no hook sits where requests come, finish or are aborted: at each pass the
+controller compares what SGLang holds with what it knows. While nothing changed that is two comparisons of lengths.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any, ClassVar
+
+from feather_sglang.cht import chunk_hashes
+from feather_sglang.scheduling import FeatherScheduler, Settings
+
+logger = logging.getLogger(__name__)
+
+_ATTRIBUTE = "_feather_controller"
+# A failure drops Feather's state, which is built anew from SGLang's at the next pass; so often, but not for ever.
+_MAX_FAILURES = 10
+
+
+def controller_of(owner: Any) -> Controller | None:
+    """The controller attached to an SGLang scheduler or policy, unless Feather is not chosen or has given up."""
+    controller: Controller | None = owner.__dict__.get(_ATTRIBUTE)
+    return None if controller is None or controller.disabled else controller
+
+
+class Controller:
+    """Feather's side of one SGLang ``Scheduler``; requests are known by their ``Req`` object.
+
+    Args:
+        scheduler: SGLang's ``Scheduler``, its policy and memory pools built.
+        settings: Feather's settings.
+        rank: tensor parallel rank, for the name of the trace file.
+    """
+
+    #: The controller whose plan is being followed in this process right now.
+    in_pass: ClassVar[Controller | None] = None
+
+    def __init__(self, scheduler: Any, settings: Settings, rank: int) -> None:
+        from sglang.srt.managers.schedule_policy import AddReqResult
+
+        self.refusal = AddReqResult.OTHER
+        self.failures = 0
+        self.disabled = False
+        self._scheduler = scheduler
+        self._settings = settings
+        self._core = self._new_core()
+        self._cached: dict[Any, tuple[int, int]] = {}  # prefilling request -> (outputs at admission, tokens cached)
+        self._planned: set[Any] = set()
+        self._admitted: list[Any] = []
+        self._trace = _Trace(settings.trace, rank) if settings.trace else None
+
+    def attach(self) -> None:
+        """Let the hooks find this controller."""
+        for owner in (self._scheduler, self._scheduler.policy):
+            setattr(owner, _ATTRIBUTE, self)
+        # SGLang would take the waiting requests' match lengths for known, and its load metrics would count no hits.
+        self._scheduler.policy.waiting_queue_prefix_matched = lambda waiting_queue: False
+
+    # --------------------------------------------------------------- the pass
+
+    def nothing_to_do(self, running_batch: Any) -> bool:
+        """Whether the plan is still "admit nobody". O(1) if nothing changed, whatever waits."""
+        scheduler = self._scheduler
+        if (
+            running_batch.batch_is_full
+            or not running_batch.reqs
+            or not scheduler.waiting_queue
+            or scheduler.chunked_req is not None
+        ):
+            return False
+        try:
+            self._observe(running_batch)
+            return self._core.unchanged()
+        except Exception:
+            self._failed("looking for changes")
+            return False
+
+    def order(self, waiting_queue: list[Any], running_batch: Any = None, *_: Any, **__: Any) -> bool:
+        """Plan this pass and put the plan first in the queue; ``False`` to leave the pass to SGLang."""
+        scheduler = self._scheduler
+        running_batch = scheduler.running_batch if running_batch is None else running_batch
+        try:
+            self._observe(running_batch)
+            slots = scheduler.max_running_requests - len(running_batch.reqs) - (scheduler.chunked_req is not None)
+            plan = self._core.plan(slots, self._token_budget())
+            self._planned = set(plan.order)
+            if plan.order and waiting_queue[: len(plan.order)] != plan.order:
+                planned = self._planned
+                waiting_queue[:] = plan.order + [req for req in waiting_queue if req not in planned]
+        except Exception:
+            self._failed("planning")
+            return False
+        Controller.in_pass = self
+        return True
+
+    def allows(self, req: Any, adder: Any) -> bool:
+        """Whether the plan names this request; on an empty batch anybody may start."""
+        return req in self._planned or not (adder.can_run_list or adder.running_batch.reqs)
+
+    def offered(self, req: Any, adder: Any) -> None:
+        """SGLang has considered this request; note whether it was admitted."""
+        if adder.can_run_list and adder.can_run_list[-1] is req:
+            self._admitted.append(req)
+
+    def end_pass(self) -> None:
+        """Tell Feather what SGLang really admitted. Does nothing if no plan was asked for."""
+        if Controller.in_pass is not self:
+            return
+        Controller.in_pass = None
+        admitted, self._admitted = self._admitted, []
+        try:
+            self._core.confirm(admitted)
+            for req in admitted:
+                if not self._core.tree.is_active(req):
+                    self._core.admit(req)  # on an empty batch, outside the plan
+                self._cached[req] = (len(req.output_ids), -1)
+            if self._trace is not None and admitted:
+                self._trace.write(admitted, self._core)
+        except Exception:
+            self._failed("closing a pass")
+
+    # ------------------------------------------------------- what has changed
+
+    def _observe(self, running_batch: Any) -> None:
+        core, waiting = self._core, self._scheduler.waiting_queue
+        # New and retracted requests are at the end of SGLang's queue: it only ever appends.
+        at = len(waiting)
+        while at and not (waiting[at - 1] in core and not core.tree.is_active(waiting[at - 1])):
+            at -= 1
+        for req in waiting[at:]:
+            self._starts_to_wait(req)
+        if core.tree.num_waiting != len(waiting):
+            still = set(waiting)
+            for req in [req for req in core.waiting if req not in still]:
+                self._leaves(req)
+            for req in waiting:
+                self._starts_to_wait(req)
+        chunked = self._scheduler.chunked_req
+        if core.tree.num_active != len(running_batch.reqs) + (chunked is not None):
+            running = dict.fromkeys(running_batch.reqs)
+            if chunked is not None:
+                running[chunked] = None
+            for req in [req for req in core.active if req not in running]:
+                self._leaves(req)
+            for req in running:
+                self._is_running(req)
+        for req in list(core.computing):
+            self._note_progress(req)
+
+    def _starts_to_wait(self, req: Any) -> None:
+        core = self._core
+        if req not in core:
+            # Embeddings given by the client have placeholder ids, equal for all: they share nothing that is known.
+            tokens = () if getattr(req, "input_embeds", None) is not None else req.origin_input_ids
+            hashes = chunk_hashes(tokens, self._settings.chunk_size, namespace=namespace_of(req))
+            core.arrive(req, hashes, len(req.origin_input_ids))
+        elif core.tree.is_active(req):
+            core.retract(req)
+            self._cached.pop(req, None)
+
+    def _is_running(self, req: Any) -> None:
+        """Adopt what was admitted while Feather was not in charge."""
+        if req not in self._core:
+            self._starts_to_wait(req)
+        if not self._core.tree.is_active(req):
+            self._core.admit(req)
+            self._cached[req] = (len(req.output_ids), -1)
+
+    def _leaves(self, req: Any) -> None:
+        self._core.leave(req)
+        self._cached.pop(req, None)
+
+    def _note_progress(self, req: Any) -> None:
+        outputs, cached = self._cached[req]
+        if len(req.output_ids) > outputs:  # SGLang caches a prompt together with its first output
+            self._core.progress(req, len(req.origin_input_ids))
+            del self._cached[req]
+        elif req.prefix_len > cached:  # matched at admission, or a chunk of its prefill went into the radix tree
+            self._cached[req] = (outputs, req.prefix_len)
+            self._core.progress(req, req.prefix_len)
+
+    def _token_budget(self) -> int:
+        budget: int = self._scheduler.max_prefill_tokens
+        chunk = self._scheduler.chunked_prefill_size
+        return min(budget, chunk) if chunk is not None and chunk > 0 else budget
+
+    # ---------------------------------------------------------------- failing
+
+    def _new_core(self) -> FeatherScheduler:
+        return FeatherScheduler(self._settings, self._scheduler.max_running_requests)
+
+    def _failed(self, doing: str) -> None:
+        """Called in an ``except`` clause: this pass goes to SGLang's policy, and Feather starts afresh at the next."""
+        Controller.in_pass = None
+        self.failures += 1
+        if self.failures == 1:
+            logger.exception("Feather failed while %s; SGLang's own policy takes this pass over.", doing)
+        if self.failures == _MAX_FAILURES:
+            self.disabled = True
+            logger.error("Feather failed %d times and is off until the server is restarted.", self.failures)
+        self._core = self._new_core()
+        self._cached = {}
+        self._planned = set()
+        self._admitted = []
+
+
+def namespace_of(req: Any) -> str:
+    """What keeps KV apart besides the tokens: LoRA, ``extra_key`` and ``cache_salt`` (SGLang's radix keys)."""
+    key = (getattr(req, "lora_id", None), getattr(req, "extra_key", None), getattr(req, "cache_salt", None))
+    return "" if key == (None, None, None) else repr(key)
+
+
+class _Trace:
+    """One line of JSON for each pass that admitted somebody. For debugging and tests."""
+
+    def __init__(self, path: str, rank: int) -> None:
+        name = path if rank == 0 else f"{path}.rank{rank}"
+        self._file = Path(name).open("a", buffering=1)  # noqa: SIM115  # open as long as the server runs
+        self._passes = 0
+
+    def write(self, admitted: list[Any], core: FeatherScheduler) -> None:
+        self._passes += 1
+        record = {
+            "pass": self._passes,
+            "admitted": [req.rid for req in admitted],
+            "active": core.tree.num_active,
+            "waiting": core.tree.num_waiting,
+            "common_depth": core.tree.common_depth,
+            "stop": core.last_stop.name.lower(),
+        }
+        self._file.write(json.dumps(record) + "\n")

@@ -1,0 +1,75 @@
+"""Hooks that run once, at start: arguments in the launching process, the scheduler in each scheduler process."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import feather_sglang
+from feather_sglang.engines.sglang import arguments
+from feather_sglang.engines.sglang.controller import Controller
+from feather_sglang.scheduling import SettingsError
+
+logger = logging.getLogger(__name__)
+
+
+def after_add_cli_args(result: Any, parser: argparse.ArgumentParser) -> None:
+    """``ServerArgs.add_cli_args``: our flags come after SGLang's own."""
+    arguments.add_arguments(parser)
+
+
+def before_from_cli_args(_cls: type, args: argparse.Namespace, *_: Any, **__: Any) -> None:
+    """``ServerArgs.from_cli_args``: refuse what cannot work before any process is spawned."""
+    arguments.export_arguments(args)
+    if args.schedule_policy != arguments.POLICY_NAME:
+        return
+    problem = _first_problem(args)
+    if problem is not None:
+        arguments.refuse(problem)
+
+
+def around_init_schedule_policy(original: Callable[..., Any], scheduler: Any) -> Any:
+    """``Scheduler.init_schedule_policy``: SGLang builds its own policy, as the fallback, and Feather is attached."""
+    if scheduler.schedule_policy != arguments.POLICY_NAME:
+        return original(scheduler)
+    problem = _first_problem(scheduler.server_args)
+    if problem is not None:
+        raise RuntimeError(f"feather-sglang: {problem}")
+    settings = arguments.load_settings()
+    scheduler.schedule_policy = settings.fallback_policy
+    result = original(scheduler)
+    rank = getattr(getattr(scheduler, "ps", scheduler), "tp_rank", 0)
+    if getattr(scheduler.tree_cache, "disable", True):
+        logger.warning(
+            "Feather: the radix cache is disabled, so there is no prefix to share: requests are served first come, "
+            "first served."
+        )
+        return result
+    controller = Controller(scheduler, settings, rank)
+    controller.attach()
+    logger.info(
+        "Feather is scheduling: feather-sglang %s, sglang %s, slots %d, fallback %s, %s",
+        feather_sglang.__version__,
+        importlib.metadata.version("sglang"),
+        scheduler.max_running_requests,
+        settings.fallback_policy,
+        settings,
+    )
+    return result
+
+
+def _first_problem(args: Any) -> str | None:
+    from feather_sglang.engines.sglang import hooks  # the table names this module
+
+    unsupported = arguments.unsupported(args)
+    if unsupported is not None:
+        return unsupported
+    try:
+        arguments.load_settings()
+    except SettingsError as error:
+        return str(error)
+    found = hooks.problems()
+    return found[0] if found else None
