@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 
+LAUNCHER = (sys.executable, "-m", "feather_sglang.launch_server")
+
 _START_S = 300
 _STOP_S = 20
 
@@ -42,7 +44,7 @@ class Server:
         arguments: SGLang's and Feather's flags, without host and port.
         log: file that gets the server's output.
         environment: variables on top of this process's own.
-        module: the launcher, for comparisons with SGLang's own.
+        launcher: the command that takes these flags.
 
     Raises:
         ServerError: it ended, or was not healthy within five minutes.
@@ -53,12 +55,12 @@ class Server:
         arguments: Sequence[str],
         log: Path,
         environment: dict[str, str] | None = None,
-        module: str = "feather_sglang.launch_server",
+        launcher: Sequence[str] = LAUNCHER,
     ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
-        self._command = [sys.executable, "-m", module, "--host", "127.0.0.1", "--port", str(self.port), *arguments]
+        self._command = [*launcher, "--host", "127.0.0.1", "--port", str(self.port), *arguments]
         self._environment = {**os.environ, "HF_HUB_OFFLINE": "1", **(environment or {})}
         self._process: subprocess.Popen[bytes] | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="feather-server-")

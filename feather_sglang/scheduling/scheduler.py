@@ -106,14 +106,15 @@ class FeatherScheduler:
         self._deactivate(rid)
         self._settled = False
 
-    def progress(self, rid: Hashable, num_tokens: int) -> None:
-        """The first ``num_tokens`` of an active request's prompt have their KV cached.
+    def progress(self, rid: Hashable, num_tokens: int | None) -> None:
+        """The first ``num_tokens`` of an active request's prompt (``None``: all) have their KV cached.
 
         Those who wait for that prefix can follow now. Raises ``KeyError`` if it is not active.
         """
-        done = num_tokens >= self._info[rid].tokens
-        self.tree.mark_ready(rid, None if done else num_tokens // self._chunk_size)
-        if done:
+        if num_tokens is not None and num_tokens >= self._info[rid].tokens:
+            num_tokens = None
+        self.tree.mark_ready(rid, None if num_tokens is None else num_tokens // self._chunk_size)
+        if num_tokens is None:
             self._computing.pop(rid, None)
         self._settled = False
 

@@ -14,16 +14,14 @@ def around_get_new_batch_prefill(original: Callable[..., Any], scheduler: Any, *
     if controller is None:
         return original(scheduler, *args, **kwargs)
     running_batch = kwargs.get("running_batch", scheduler.running_batch)
-    if controller.nothing_to_do(running_batch):
-        # SGLang's own early exit: it still looks after its grammar queue, and walks nothing.
-        running_batch.batch_is_full = True
-        try:
-            return original(scheduler, *args, **kwargs)
-        finally:
-            running_batch.batch_is_full = False
+    idle = controller.nothing_to_do(running_batch)
+    # SGLang's own early exit, then: it still looks after its grammar queue, and walks nothing.
+    running_batch.batch_is_full = running_batch.batch_is_full or idle
     try:
         return original(scheduler, *args, **kwargs)
     finally:
+        if idle:
+            running_batch.batch_is_full = False
         controller.end_pass()
 
 

@@ -177,7 +177,7 @@ class Controller:
     def _note_progress(self, req: Any) -> None:
         outputs, cached = self._cached[req]
         if len(req.output_ids) > outputs:  # SGLang caches a prompt together with its first output
-            self._core.progress(req, len(req.origin_input_ids))
+            self._core.progress(req, None)
             del self._cached[req]
         elif req.prefix_len > cached:  # matched at admission, or a chunk of its prefill went into the radix tree
             self._cached[req] = (outputs, req.prefix_len)

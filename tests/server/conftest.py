@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from feather_sglang.bench.server import LAUNCHER, Server
+from feather_sglang.bench.tiny_model import make_tiny_model
+
+BASE = (
+    "--device=cpu",
+    "--dtype=float32",
+    "--attention-backend=torch_native",
+    "--mem-fraction-static=0.3",
+    "--random-seed=7",
+)
+
+
+@pytest.fixture(scope="session")
+def model() -> Path:
+    return make_tiny_model(Path(__file__).parents[2] / ".demo" / "model")
+
+
+@pytest.fixture
+def serve(model, tmp_path):
+    """Start servers that end with the test; ``serve.log`` has the last one's log."""
+    started = []
+
+    def start(*flags, policy="feather", environment=None, launcher=LAUNCHER):
+        trace = tmp_path / f"trace{len(started)}.jsonl"
+        arguments = [f"--model-path={model}", f"--schedule-policy={policy}", *BASE, *flags]
+        if policy == "feather":
+            environment = {"FEATHER_TRACE": str(trace), **(environment or {})}
+        server = Server(arguments, tmp_path / f"server{len(started)}.log", environment, launcher)
+        server.trace = trace
+        server.start()
+        started.append(server)
+        return server
+
+    yield start
+    for server in started:
+        server.stop()
+
+
+def prompts(groups, per_group, prefix, suffix, seed=0, vocabulary=2000):
+    """Interleaved: a member of each group, then the next of each. Returns (rid, input ids)."""
+    rng = random.Random(seed)
+
+    def draw(n):
+        return [rng.randrange(3, vocabulary) for _ in range(n)]
+
+    prefixes = [draw(prefix) for _ in range(groups)]
+    return [(f"g{g}-{i}", prefixes[g] + draw(suffix)) for i in range(per_group) for g in range(groups)]
+
+
+async def generate(session, url, rid, ids, tokens, **extra):
+    body = {
+        "rid": rid,
+        "input_ids": ids,
+        "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True, **extra},
+    }
+    async with session.post(url + "/generate", json=body) as response:
+        return rid, response.status, await response.json()
+
+
+def ask_all(server, requests, tokens=16, abort=(), delay=0.0, **extra):
+    """Send all at once; abort the named ones ``delay`` seconds later. Returns rid -> list of (status, answer)."""
+
+    async def main():
+        timeout = aiohttp.ClientTimeout(total=600)
+        async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+            jobs = [asyncio.create_task(generate(session, server.url, r, ids, tokens, **extra)) for r, ids in requests]
+            await asyncio.sleep(delay)
+            for rid in abort:
+                async with session.post(server.url + "/abort_request", json={"rid": rid}) as response:
+                    await response.read()
+            answers = {}
+            for rid, status, answer in await asyncio.gather(*jobs):
+                answers.setdefault(rid, []).append((status, answer))
+            return answers
+
+    return asyncio.run(main())
+
+
+def admissions(server):
+    """The trace: one record for each pass that admitted somebody, warm-up requests left out."""
+    records = [json.loads(line) for line in server.trace.read_text().splitlines()]
+    for record in records:
+        record["admitted"] = [rid for rid in record["admitted"] if rid.startswith("g")]
+    return [record for record in records if record["admitted"]]

@@ -1,0 +1,134 @@
+"""Feather on the real server: spawned processes, HTTP, the unmodified SGLang from PyPI."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from conftest import admissions, ask_all, prompts
+
+pytestmark = pytest.mark.server
+
+
+def texts(answers):
+    assert all(len(each) == 1 and each[0][0] == 200 for each in answers.values())
+    return {rid: each[0][1]["output_ids"] for rid, each in answers.items()}
+
+
+def test_greedy_outputs_equal_those_under_fcfs(serve):
+    requests = prompts(groups=8, per_group=8, prefix=300, suffix=20)
+    flags = ("--max-total-tokens=8000", "--max-running-requests=12")
+    under_feather = serve(*flags)
+    got = texts(ask_all(under_feather, requests))
+    log = under_feather.log.read_text()
+    assert len(re.findall(r"Feather is scheduling: feather-sglang \S+, sglang \S+, slots 12, ", log)) == 1
+    assert "Feather failed" not in log
+    under_feather.stop()
+    under_fcfs = serve(*flags, policy="fcfs")
+    assert got == texts(ask_all(under_fcfs, requests))
+    assert "Feather" not in under_fcfs.log.read_text(), "without feather chosen nothing of SGLang changes"
+    assert len(got) == 64
+
+
+def test_interleaved_groups_are_served_in_homogeneous_batches(serve):
+    server = serve("--max-total-tokens=40000", "--max-running-requests=12")
+    requests = prompts(groups=8, per_group=12, prefix=512, suffix=20)
+    texts(ask_all(server, requests, tokens=24))
+    records = admissions(server)
+    everybody = max(range(len(records)), key=lambda i: records[i]["waiting"])  # before that, not all have arrived
+    admitted: dict[str, int] = {}
+    group = None
+    switches = 0
+    for number, record in enumerate(records):
+        groups = {rid.split("-")[0] for rid in record["admitted"]}
+        before = record["active"] - len(record["admitted"])
+        if number > everybody and group not in groups:
+            worth_protecting = before >= 8  # --feather-min-batch is "auto": 8 of 12 slots
+            assert not worth_protecting or admitted[group] == 12, (record, admitted)
+            switches += 1
+        assert number <= everybody or len(groups) == 1 or before < 8, record
+        for rid in record["admitted"]:
+            group = rid.split("-")[0]
+            admitted[group] = admitted.get(group, 0) + 1
+    assert admitted == {f"g{g}": 12 for g in range(8)}
+    assert 4 <= switches <= 9, records  # group after group, not back and forth
+
+
+def test_everybody_gets_one_answer_through_aborts_and_kv_exhaustion(serve):
+    """Small KV and long outputs make SGLang retract; a fifth is aborted, waiting or running."""
+    server = serve("--max-total-tokens=3000", "--max-running-requests=24", "--chunked-prefill-size=256",
+                   "--schedule-conservativeness=0.1", "--page-size=1")  # fmt: skip
+    requests = prompts(groups=10, per_group=30, prefix=200, suffix=30)
+    doomed = [rid for rid, _ in requests[::5]]
+    answers = ask_all(server, requests, tokens=160, abort=doomed, delay=1.0, ignore_eos=False)
+    log = server.log.read_text()
+    assert set(answers) == {rid for rid, _ in requests} and len(requests) == 300
+    assert all(len(each) == 1 for each in answers.values())
+    for rid, [(status, answer)] in answers.items():
+        reason = answer["meta_info"]["finish_reason"]["type"] if status == 200 else "abort"
+        if rid not in doomed:
+            assert reason == "stop" or (reason == "length" and len(answer["output_ids"]) == 160), (rid, answer)
+    assert "Retract requests" in log, "the test must exhaust the KV cache"
+    assert "Feather failed" not in log and "Traceback" not in log
+    # still serving, and nothing is left behind
+    assert texts(ask_all(server, prompts(1, 3, 64, 8, seed=5), tokens=4))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--disable-overlap-schedule", "--page-size=16", "--chunked-prefill-size=128"),
+        ("--enable-mixed-chunk", "--chunked-prefill-size=192", "--page-size=8"),
+    ],
+    ids=["no-overlap-paged", "mixed-chunk"],
+)
+def test_other_modes_of_sglang_keep_working(serve, flags):
+    server = serve("--max-total-tokens=8192", "--max-running-requests=10", *flags)
+    requests = prompts(groups=5, per_group=10, prefix=320, suffix=24)
+    got = ask_all(server, requests, tokens=20)
+    assert all(len(out) == 20 for out in texts(got).values()) and len(got) == 50
+    cached = sum(each[0][1]["meta_info"]["cached_tokens"] for each in got.values())
+    assert cached >= 0.75 * 50 * 320, "prefixes are computed once"
+    # Structured output waits in a queue of SGLang's own until its grammar is compiled. A word is a token here.
+    constrained = ask_all(server, prompts(2, 6, 100, 8, seed=9), tokens=8, regex="[bd][a-z]*", ignore_eos=False)
+    assert len(constrained) == 12
+    for [(status, answer)] in constrained.values():
+        assert status == 200 and answer["text"].strip()[0] in "bd", answer
+    log = server.log.read_text()
+    assert "Feather failed" not in log and "Traceback" not in log
+
+
+def test_without_a_radix_cache_it_is_fcfs_and_says_so(serve):
+    server = serve("--disable-radix-cache", "--max-running-requests=4")
+    got = texts(ask_all(server, prompts(3, 6, 100, 10), tokens=8))
+    assert len(got) == 18
+    assert "Feather: the radix cache is disabled" in server.log.read_text()
+
+
+def test_leaving_out_a_hook_at_run_time_costs_passes_not_requests(serve, tmp_path):
+    """Fails open: a plan that raises is logged once, counted, handed to SGLang, and after ten the hooks retire."""
+    plugin = tmp_path / "site"
+    (plugin / "faulty-1.0.dist-info").mkdir(parents=True)
+    (plugin / "faulty-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: faulty\nVersion: 1.0\n")
+    (plugin / "faulty-1.0.dist-info" / "entry_points.txt").write_text(
+        "[sglang.srt.plugins]\nfaulty = faulty:register\n"
+    )
+    (plugin / "faulty.py").write_text(
+        "def register():\n"
+        "    from feather_sglang.scheduling import FeatherScheduler\n"
+        "    plan, calls = FeatherScheduler.plan, []\n"
+        "    def faulty(self, *args):\n"
+        "        calls.append(1)\n"
+        "        if len(calls) % 3 == 0:\n"
+        "            raise ZeroDivisionError('injected')\n"
+        "        return plan(self, *args)\n"
+        "    FeatherScheduler.plan = faulty\n"
+    )
+    server = serve("--max-total-tokens=8000", "--max-running-requests=6", environment={"PYTHONPATH": str(plugin)})
+    got = texts(ask_all(server, prompts(4, 30, 128, 16), tokens=8))
+    assert len(got) == 120 and all(len(out) == 8 for out in got.values())
+    log = server.log.read_text()
+    assert log.count("ZeroDivisionError: injected") == 1, "one traceback"
+    assert "Feather failed while planning; SGLang's own policy takes this pass over." in log
+    assert log.count("Feather failed 10 times and is off") == 1
+    assert server.running()

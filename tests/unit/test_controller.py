@@ -1,0 +1,228 @@
+"""The controller against stand-ins for the few SGLang attributes it reads; everything else runs on the real server."""
+
+from __future__ import annotations
+
+import logging
+import random
+from array import array
+from types import SimpleNamespace
+
+import pytest
+
+from feather_sglang.engines.sglang.admission import (
+    around_add_one_req,
+    around_calc_priority,
+    around_get_new_batch_prefill,
+)
+from feather_sglang.engines.sglang.controller import Controller, controller_of, namespace_of
+from feather_sglang.scheduling import Settings
+
+
+class Req:
+    def __init__(self, rid, tokens, **key):
+        self.rid, self.origin_input_ids, self.output_ids, self.prefix_len = rid, array("q", tokens), [], 0
+        self.__dict__.update(key)
+
+    def __repr__(self):
+        return f"<{self.rid}>"
+
+
+class Engine:
+    """SGLang's scheduler, reduced to its queue, its batch and a pass that admits whom the policy puts first."""
+
+    def __init__(self, slots=8, **settings):
+        self.waiting_queue, self.chunked_req, self.tree_cache = [], None, None
+        self.running_batch = SimpleNamespace(reqs=[], batch_is_full=False)
+        self.max_running_requests, self.max_prefill_tokens, self.chunked_prefill_size = slots, 10**6, None
+        self.policy = SimpleNamespace()
+        self.own_passes = 0
+        self.controller = Controller(self, Settings.parse({"chunk_size": 4, "min_batch": 2, **settings}, "test"), 0)
+        self.controller.attach()
+
+    def run_pass(self, room=10**9):
+        self.finish_prefills()
+        return around_get_new_batch_prefill(Engine.prefill, self, room, running_batch=self.running_batch)
+
+    def prefill(self, room, running_batch):
+        if running_batch.batch_is_full or not self.waiting_queue:
+            return []
+        around_calc_priority(Engine.own_policy, self.policy, self.waiting_queue, running_batch)
+        chunked = [self.chunked_req] if self.chunked_req else []
+        adder = SimpleNamespace(can_run_list=list(chunked), running_batch=running_batch)
+        for req in self.waiting_queue:
+            if len(adder.can_run_list) + len(running_batch.reqs) >= self.max_running_requests:
+                break
+            if around_add_one_req(Engine.add_one, adder, req, room) != "continue":
+                break
+        self.waiting_queue = [req for req in self.waiting_queue if req not in adder.can_run_list]
+        admitted = adder.can_run_list[len(chunked) :]
+        running_batch.reqs += admitted
+        return admitted
+
+    def own_policy(self, *_):
+        Engine.last.own_passes += 1
+
+    @staticmethod
+    def add_one(adder, req, room):
+        if len(adder.can_run_list) >= room:
+            return "no token"
+        adder.can_run_list.append(req)
+        return "continue"
+
+    def finish_prefills(self):
+        Engine.last = self
+        for req in self.running_batch.reqs:
+            req.output_ids.append(0)
+
+
+def agrees(engine):
+    core = engine.controller._core
+    core._check()
+    assert list(core.waiting) == sorted(core.waiting, key=lambda r: core._info[r].seq)
+    assert set(core.waiting) == set(engine.waiting_queue)
+    assert set(core.active) == set(engine.running_batch.reqs)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_it_follows_whatever_happens_between_passes(seed):
+    rng = random.Random(seed)
+    engine, n, served = Engine(), 0, []
+    for _ in range(400):
+        for _ in range(rng.randrange(3)):
+            engine.waiting_queue.append(Req(n, [rng.randrange(3)] * 8 + [n] * rng.randrange(9)))
+            n += 1
+        if engine.waiting_queue and rng.random() < 0.2:  # aborts, from anywhere in the queue
+            for _ in range(min(len(engine.waiting_queue), rng.randrange(4))):
+                engine.waiting_queue.pop(rng.randrange(len(engine.waiting_queue)))
+        running = engine.running_batch.reqs
+        if running and rng.random() < 0.2:  # retracted
+            back = running.pop(rng.randrange(len(running)))
+            engine.waiting_queue.append(back)
+        if running and rng.random() < 0.5:
+            served.append(running.pop(rng.randrange(len(running))))
+        was_waiting, was_running = list(engine.waiting_queue), list(running)
+        admitted = engine.run_pass(rng.choice([0, 1, 10**9]) if running else 10**9)
+        assert admitted or was_running or not was_waiting, "stopped on an empty batch"
+        if not engine.running_batch.batch_is_full and engine.waiting_queue:
+            agrees(engine)
+    assert engine.controller.failures == 0 and engine.own_passes == 0 and served
+
+
+def test_an_idle_pass_is_skipped_and_asks_sglang_for_nothing():
+    engine = Engine()
+    for i in range(3):
+        engine.waiting_queue.append(Req(("a", i), [1] * 40 + [100 + i] * 4))
+    engine.waiting_queue.append(Req("b", [2] * 40))
+    for _ in range(4):
+        engine.run_pass()
+    assert [r.rid for r in engine.running_batch.reqs] == [("a", 0), ("a", 1), ("a", 2)]
+    calls = []
+
+    def spy(scheduler, running_batch):
+        calls.append(running_batch.batch_is_full)
+
+    around_get_new_batch_prefill(spy, engine, running_batch=engine.running_batch)
+    assert calls == [True] and engine.running_batch.batch_is_full is False
+    engine.waiting_queue.append(Req("c", [1] * 40))
+    around_get_new_batch_prefill(spy, engine, running_batch=engine.running_batch)
+    assert calls == [True, False], "an arrival opens a new pass"
+    assert Controller.in_pass is None
+
+
+def test_an_idle_pass_costs_the_same_however_many_wait():
+    import sys
+
+    def calls(waiting):
+        engine = Engine()
+        engine.waiting_queue += [Req(("a", i), [1] * 40 + [100 + i] * 4) for i in range(3)]
+        engine.waiting_queue += [Req(("b", i), [2] * 40 + [1000 + i] * 4) for i in range(waiting)]
+        for _ in range(5):
+            engine.run_pass()
+        count = 0
+
+        def profile(frame, event, arg):
+            nonlocal count
+            count += event in ("call", "c_call")
+
+        sys.setprofile(profile)
+        try:
+            idle = engine.controller.nothing_to_do(engine.running_batch)
+        finally:
+            sys.setprofile(None)
+        assert idle
+        return count
+
+    assert calls(20) == calls(2000) < 40
+
+
+def test_a_failure_is_logged_once_hands_over_and_recovers(caplog, monkeypatch):
+    engine = Engine()
+    for i in range(6):
+        engine.waiting_queue.append(Req(i, [i] * 12))
+
+    def broken(*_):
+        raise ZeroDivisionError("injected")
+
+    with caplog.at_level(logging.INFO), monkeypatch.context() as patch:
+        patch.setattr("feather_sglang.scheduling.FeatherScheduler.plan", broken)
+        engine.run_pass(room=1)
+        engine.run_pass(room=1)
+    assert engine.own_passes == 2 and engine.controller.failures == 2
+    assert caplog.text.count("Traceback") == 1 and len(engine.running_batch.reqs) == 2
+    engine.run_pass(room=1)  # state is built anew from what SGLang holds
+    assert engine.own_passes == 2 and len(engine.running_batch.reqs) == 3
+    agrees(engine)
+
+
+@pytest.mark.parametrize("where", ["unchanged", "confirm", "plan", "leave", "arrive"])
+def test_failures_anywhere_never_reach_sglang_and_end_in_giving_up(where, monkeypatch, caplog):
+    engine = Engine()
+
+    def broken(*_):
+        raise ZeroDivisionError("injected")
+
+    monkeypatch.setattr(f"feather_sglang.scheduling.FeatherScheduler.{where}", broken)
+    served = 0
+    for i in range(60):
+        engine.waiting_queue.append(Req(i, [i] * 12))
+        engine.run_pass()
+        while len(engine.running_batch.reqs) > 1:
+            engine.running_batch.reqs.pop(0)
+            served += 1
+    assert served + len(engine.running_batch.reqs) + len(engine.waiting_queue) == 60
+    assert engine.controller.disabled and controller_of(engine) is None
+    assert caplog.text.count("is off until the server is restarted") == 1
+    assert Controller.in_pass is None
+
+
+def test_kv_that_sglang_keeps_apart_is_kept_apart():
+    plain = namespace_of(Req(0, []))
+    assert plain == "" == namespace_of(Req(0, [], lora_id=None, extra_key=None, cache_salt=None))
+    keys = [{}, {"lora_id": "x"}, {"extra_key": "x"}, {"cache_salt": "x"}, {"lora_id": "x", "cache_salt": "x"}]
+    assert len({namespace_of(Req(0, [], **key)) for key in keys}) == len(keys)
+    engine = Engine()
+    for i, key in enumerate(keys):
+        engine.waiting_queue.append(Req(i, [7] * 40, **key))
+    engine.run_pass()
+    assert len(engine.running_batch.reqs) == len(keys), "nobody waits for a prefix that it cannot share"
+
+
+def test_prompts_of_embeddings_share_nothing():
+    engine = Engine()
+    for i in range(4):
+        engine.waiting_queue.append(Req(i, [1] * 40, input_embeds=[[0.0]]))
+    engine.run_pass()
+    assert len(engine.running_batch.reqs) == 4
+
+
+def test_followers_go_as_soon_as_a_chunk_of_the_leader_is_cached():
+    engine = Engine()
+    engine.waiting_queue += [Req(i, [1] * 40 + [100 + i] * 40) for i in range(4)]
+    engine.run_pass()
+    leader = engine.running_batch.reqs.pop()
+    engine.chunked_req = leader  # a chunked prefill is outside the batch
+    around_get_new_batch_prefill(Engine.prefill, engine, 9, running_batch=engine.running_batch)
+    assert len(engine.waiting_queue) == 3
+    leader.prefix_len = 40
+    around_get_new_batch_prefill(Engine.prefill, engine, 9, running_batch=engine.running_batch)
+    assert not engine.waiting_queue
