@@ -26,3 +26,15 @@ def test_one_clear_line_for_a_bad_setting(values, message):
     with pytest.raises(SettingsError) as error:
         Settings.parse(values, "file.yaml")
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_settings_page_names_every_setting_and_its_default():
+    import dataclasses
+    from pathlib import Path
+
+    page = (Path(__file__).parents[2] / "docs" / "settings.md").read_text()
+    for field in dataclasses.fields(Settings):
+        row = next((line for line in page.splitlines() if line.startswith("|") and f"`{field.name}`" in line), None)
+        assert row is not None, field.name
+        if field.name not in ("min_batch", "trace"):
+            assert str(field.default) in row
