@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import json
+import os
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 import feather_sglang
+from feather_sglang import compiling
 from feather_sglang.bench import serving
 from feather_sglang.bench.server import ServerError
 from feather_sglang.bench.tiny_model import make_tiny_model
+from feather_sglang.engines.sglang.platform import PLATFORM_NAME, PLATFORM_VARIABLE
 
 _DEMO_POLICIES = ("fcfs", "lpm", "dfs-weight", "feather")
 
@@ -23,6 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"feather-sglang {feather_sglang.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_demo(commands)
+    _add_bench(commands)
+    _add_compile(commands)
     args = parser.parse_args(argv)
     try:
         return int(args.run(args))
@@ -54,32 +62,129 @@ def _demo(args: argparse.Namespace) -> int:
     policies = args.policies.split(",")
     unknown = [policy for policy in policies if policy not in _DEMO_POLICIES]
     if unknown:
-        print(
-            f"feather-sglang: error: unknown policy '{unknown[0]}'; valid: {', '.join(_DEMO_POLICIES)}", file=sys.stderr
-        )
-        return 2
-
-    def say(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
+        return _bad_use(f"unknown policy '{unknown[0]}'; valid: {', '.join(_DEMO_POLICIES)}")
     folder = args.folder.resolve()
     model = make_tiny_model(folder / "model")
     workload = serving.Workload(groups=args.groups, per_group=args.per_group)
     results: list[serving.Result] = []
     try:
         for number, policy in enumerate(policies, 1):
-            say(f"[{number}/{len(policies)}]")
+            _say(f"[{number}/{len(policies)}]")
             log = folder / f"server-{policy}.log"
-            results.append(serving.run_policy(policy, model, serving.CPU_FLAGS, workload, log=log, say=say))
+            results.append(serving.run_policy(policy, model, serving.CPU_FLAGS, workload, log=log, say=_say))
     finally:
-        if results and args.json != "-":
-            print(serving.table(results))
-            print(f"At most {workload.most_cached:.1%} can come from cache: every prefix is computed once.")
-    if args.json == "-":
-        print(serving.as_json(workload, results))
-    elif args.json:
-        Path(args.json).write_text(serving.as_json(workload, results) + "\n")
+        if results:
+            most = f"At most {workload.most_cached:.1%} can come from cache: every prefix is computed once."
+            text = f"{serving.table(results)}\n{most}"
+            _report(text, serving.as_json(workload, results), args.json)
     return 0
+
+
+def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    bench = commands.add_parser("bench", help="measure Feather on this machine").add_subparsers(
+        dest="bench", required=True
+    )
+    overhead = bench.add_parser(
+        "overhead",
+        help="what a scheduling pass costs, beside SGLang's own policies",
+        description="Time a scheduling pass of SGLang's own policies and of Feather, through the hooks that the server "
+        "installs, on identical queues in one process. Needs sglang, no GPU.",
+    )
+    for name, default, text in (
+        ("--waiting", 1400, "requests in the queue"),
+        ("--groups", 8, "prefix groups"),
+        ("--prefix-tokens", 4096, "shared prefix of each group"),
+        ("--suffix-tokens", 64, "what each request has of its own"),
+        ("--admit", 16, "requests admitted in a pass"),
+        ("--repeat", 20, "measurements; the median counts"),
+    ):
+        overhead.add_argument(name, type=_positive, default=default, help=f"{text} (default: {default})")
+    overhead.add_argument(
+        "--policies", default="fcfs,lpm,dfs-weight,feather", help="comma-separated (default: %(default)s)"
+    )
+    kind = overhead.add_mutually_exclusive_group()
+    kind.add_argument(
+        "--sweep", action="store_true", help="Feather alone, 100 to 64,000 waiting and 512 to 32,768 tokens"
+    )
+    kind.add_argument("--server", action="store_true", help="Feather's share of a running CPU server's scheduler time")
+    overhead.add_argument("--json", metavar="FILE", help="write the results as JSON; - for standard output")
+    overhead.add_argument("--plot", metavar="FILE.png", help="with --sweep: draw it")
+    overhead.add_argument(
+        "--folder", type=Path, default=Path(".demo"), help="for --server's model (default: %(default)s)"
+    )
+    overhead.set_defaults(run=_overhead)
+
+
+def _overhead(args: argparse.Namespace) -> int:
+    policies = tuple(args.policies.split(","))
+    unknown = [policy for policy in policies if policy not in _DEMO_POLICIES]
+    if unknown:
+        return _bad_use(f"unknown policy '{unknown[0]}'; valid: {', '.join(_DEMO_POLICIES)}")
+    if args.plot and not args.sweep:
+        return _bad_use("--plot needs --sweep")
+    if importlib.util.find_spec("sglang") is None:
+        return _bad_use("this needs sglang; run: pip install 'feather-sglang[sglang]'")
+    if args.server:
+        from feather_sglang.bench import server_share
+
+        share = server_share.measure(make_tiny_model(args.folder.resolve() / "model"), _say)
+        text = (
+            f"{share['waiting'][1]} to {share['waiting'][0]} waiting, {share['passes']} passes: "
+            f"{share['hook_s'] * 1e3:.1f} ms in Feather's hooks of {share['time_s']:.2f} s: {share['share']:.2%}"
+        )
+        return _report(text, json.dumps(share, indent=2), args.json)
+    # Without an accelerator SGLang's modules import only on a platform of their own.
+    if "SGLANG_PLATFORM" not in os.environ and not Path("/dev/nvidia0").exists():
+        os.environ[PLATFORM_VARIABLE] = PLATFORM_NAME
+    warnings.simplefilter("ignore")
+    from feather_sglang.bench import overhead
+
+    config = overhead.Config(args.waiting, args.groups, args.prefix_tokens, args.suffix_tokens, args.admit, args.repeat)
+    rows = overhead.sweep(args.repeat, _say) if args.sweep else overhead.run(config, policies, _say)
+    if args.plot:
+        overhead.plot(rows, args.plot)
+    text = overhead.table(rows)
+    times = overhead.ratio(rows)
+    if times is not None:
+        text += f"\ndfs-weight / feather: {times:.0f} for the whole pass"
+    return _report(text, json.dumps(overhead.as_dict(config, rows), indent=2), args.json)
+
+
+def _add_compile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = commands.add_parser(
+        "compile",
+        help="compile the scheduling pass to machine code, in place (optional)",
+        description="Compile the modules of the scheduling pass with mypyc, in the installed package. Needs a C "
+        "compiler and the extra 'compile'. Without it the same source runs as plain Python.",
+    )
+    command.add_argument("--remove", action="store_true", help="take the compiled modules out again")
+    command.set_defaults(run=_compile)
+
+
+def _compile(args: argparse.Namespace) -> int:
+    if args.remove:
+        print(f"removed {compiling.remove()} compiled files")
+        return 0
+    _say("compiling, about a minute")
+    compiling.compile_modules()
+    print("the scheduling pass is compiled; 'feather-sglang compile --remove' takes it out")
+    return 0
+
+
+def _report(text: str, as_json: str, target: str | None) -> int:
+    print(as_json if target == "-" else text)
+    if target and target != "-":
+        Path(target).write_text(as_json + "\n")
+    return 0
+
+
+def _bad_use(message: str) -> int:
+    print(f"feather-sglang: error: {message}", file=sys.stderr)
+    return 2
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _positive(text: str) -> int:

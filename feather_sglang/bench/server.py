@@ -115,6 +115,13 @@ class Server:
             self._process = None
         self._folder.cleanup()
 
+    @property
+    def pid(self) -> int:
+        """Process id of the server's first process. Raises ``RuntimeError`` if it was not started."""
+        if self._process is None:
+            raise RuntimeError("the server is not running")
+        return self._process.pid
+
     def running(self) -> bool:
         """Whether the server's first process is alive."""
         return self._process is not None and self._process.poll() is None

@@ -12,9 +12,10 @@ from collections.abc import Hashable, Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from sortedcontainers import SortedDict
+from mypy_extensions import mypyc_attr
 
-from feather_sglang.cht import Candidate, ChunkedHashTree
+from feather_sglang.cht import ChunkedHashTree, Run
+from feather_sglang.scheduling.arrivals import ArrivalOrder
 from feather_sglang.scheduling.policy import BatchingPolicy, BatchState, StaticPolicy
 from feather_sglang.scheduling.settings import Settings
 
@@ -45,6 +46,7 @@ class _Waiting(NamedTuple):
     tokens: int
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class FeatherScheduler:
     """Decides whom the engine should admit.
 
@@ -65,18 +67,18 @@ class FeatherScheduler:
         self._chunk_size = settings.chunk_size
         self._max_passes = settings.max_passes
         self._info: dict[Hashable, _Waiting] = {}
-        self._queue: SortedDict = SortedDict()  # seq -> rid of those who wait, so by arrival
+        self._queue = ArrivalOrder()  # those who wait
         self._active: dict[Hashable, None] = {}  # in order of admission
         self._computing: dict[Hashable, None] = {}  # active, prefix not fully computed yet; in order of admission
         self._next_seq = 0
         self._passes = 0  # passes in which somebody was passed over
         self._deadline = 0  # value of _passes at which the longest waiting request must be served
-        self._planned: list[Hashable] = []  # activated by the open plan, not yet confirmed
+        self._planned: list[Hashable] = []  # the open plan
+        self._activated = 0  # how many of it the tree has as active already
         self._open = False
         self._stop = Stop.EMPTY
         self._settled = False  # the last plan was empty by choice, and nothing has changed since
-        self._held = 0
-        self._forced = False
+        self._forced = False  # the open plan has served an overdue request
 
     # ----------------------------------------------------------------- events
 
@@ -84,13 +86,13 @@ class FeatherScheduler:
         """A request starts to wait. ``hashes`` as from ``chunk_hashes``. Raises ``ValueError`` for a known rid."""
         self.tree.insert_hashes(rid, hashes)
         self._info[rid] = _Waiting(self._next_seq, self._passes, num_tokens)
-        self._queue[self._next_seq] = rid
+        self._queue.add(self._next_seq, rid)
         self._next_seq += 1
         self._settled = False
 
     def admit(self, rid: Hashable) -> None:
         """The engine admitted a waiting request outside the plan. Raises ``KeyError`` if it is not waiting."""
-        self._activate(rid)
+        self._activate([rid])
         self._settled = False
 
     def leave(self, rid: Hashable) -> None:
@@ -98,7 +100,7 @@ class FeatherScheduler:
         self.tree.remove(rid)
         self._active.pop(rid, None)
         self._computing.pop(rid, None)
-        self._queue.pop(self._info.pop(rid).seq, None)
+        self._queue.discard(self._info.pop(rid).seq)
         self._settled = False
 
     def retract(self, rid: Hashable) -> None:
@@ -126,7 +128,7 @@ class FeatherScheduler:
     @property
     def waiting(self) -> Iterable[Hashable]:
         """Waiting requests, by arrival."""
-        return self._queue.values()  # type: ignore[no-any-return]  # sortedcontainers is not typed
+        return self._queue
 
     @property
     def active(self) -> Iterable[Hashable]:
@@ -164,21 +166,37 @@ class FeatherScheduler:
         """
         self.confirm(())
         self._open = True
-        self._held = sum(self.tree.held_behind(rid) for rid in self._computing)
         self._forced = False
-        while True:
-            rid = self._next(slots, token_budget)
-            if isinstance(rid, Stop):
-                self._stop = rid
+        self._planned = []
+        self._activated = 0
+        # Waiting requests that will join once the prefixes now being prefilled are computed.
+        held = sum(self.tree.held_behind(rid) for rid in self._computing)
+        stop: Stop | None = None
+        info, chunk_size = self._info, self._chunk_size
+        while stop is None:
+            if slots <= 0 or token_budget <= 0:
+                stop = Stop.SLOTS if slots <= 0 else Stop.TOKENS
                 break
-            waiting = self._info[rid]
-            slots -= 1
-            missing = self.tree.missing(rid) * self._chunk_size + waiting.tokens % self._chunk_size
-            token_budget -= max(missing, 1)
-            self._activate(rid)
-            self._planned.append(rid)
-            self._held += self.tree.held_behind(rid)
-        return Plan(list(self._planned), self._stop)
+            self._activate_planned()  # what comes next depends on it; a last run is left for confirm
+            run, related, must = self._next_run(slots)
+            if run is None:
+                stop = Stop.HELD if self._queue else Stop.EMPTY
+                break
+            batch = self.tree.num_active
+            state = BatchState(batch, run.delta if batch > 1 else 0, run.sharing, related, held)
+            allowed = len(run.rids) if must else self._policy.admit_run(state, run.holds)
+            if allowed < len(run.rids):
+                stop = Stop.HELD if held or any(run.holds[:allowed]) else Stop.POLICY
+            for rid, missing in zip(run.rids[:allowed], run.missing, strict=False):
+                if token_budget <= 0:
+                    stop = Stop.TOKENS
+                    break
+                self._planned.append(rid)
+                token_budget -= missing * chunk_size + info[rid].tokens % chunk_size or 1
+            held += sum(run.holds[:allowed])
+            slots -= allowed
+        self._stop = stop
+        return Plan(list(self._planned), stop)
 
     def confirm(self, admitted: Iterable[Hashable]) -> None:
         """What the engine really admitted of the last plan; the others wait on, in their old places.
@@ -188,58 +206,60 @@ class FeatherScheduler:
         if not self._open:
             return
         self._open = False
-        planned, self._planned = self._planned, []
+        planned, activated = self._planned, self._activated
+        self._planned = []
         ran = set(admitted)
-        refused = [rid for rid in planned if rid not in ran]
-        newest = max((self._info[rid].seq for rid in planned if rid in ran), default=-1)
-        for rid in refused:
-            self._deactivate(rid)
+        newest = -1
+        self._activate([rid for rid in planned[activated:] if rid in ran])
+        for number, rid in enumerate(planned):
+            if rid in ran:
+                newest = max(newest, self._info[rid].seq)
+            elif number < activated:
+                self._deactivate(rid)
         if not self._queue:
             return
-        seq, oldest = self._queue.peekitem(0)
-        by_choice = not refused and self._stop in (Stop.HELD, Stop.POLICY)
+        seq, oldest = self._queue.first()
+        by_choice = len(ran) >= len(planned) and self._stop in (Stop.HELD, Stop.POLICY)
         if by_choice or seq < newest:
             self._passes += 1
         self._deadline = self._info[oldest].since + self._max_passes
         self._settled = by_choice and not planned
 
-    def _next(self, slots: int, tokens: int) -> Hashable | Stop:
-        """The next request to plan, or why there is none."""
+    def _activate_planned(self) -> None:
+        self._activate(self._planned[self._activated :])
+        self._activated = len(self._planned)
+
+    def _next_run(self, slots: int) -> tuple[Run | None, bool, bool]:
+        """Whom to consider next; whether they are related to the batch; whether the policy is not to be asked."""
         if not self._queue:
-            return Stop.EMPTY
-        if slots <= 0 or tokens <= 0:
-            return Stop.SLOTS if slots <= 0 else Stop.TOKENS
-        oldest: Hashable = self._queue.peekitem(0)[1]
+            return None, False, False
+        oldest = self._queue.first()[1]
         overdue = not self._forced and self._passes >= self._info[oldest].since + self._max_passes
         if overdue or not self.tree.num_active:
             self._forced = overdue or self._forced  # once a pass: a long queue must not turn it all into FCFS
-            return oldest
-        candidate = self.tree.best_sharing()
-        related = candidate is not None
-        candidate = candidate or self._first_not_held()
-        if candidate is None:
-            return Stop.HELD
-        batch = self.tree.num_active
-        delta = candidate.delta if batch > 1 else 0
-        if self._policy.admit(BatchState(batch, delta, candidate.sharing, related, self._held)):
-            return candidate.rid
-        return Stop.HELD if self._held else Stop.POLICY
-
-    def _first_not_held(self) -> Candidate | None:
-        for rid in islice(self._queue.values(), _SCAN):
+            return self._alone(oldest), False, True
+        run = self.tree.best_run(slots)
+        if run is not None:
+            return run, True, False
+        for rid in islice(self._queue, _SCAN):
             if not self.tree.held(rid):
-                return self.tree.candidate(rid)
-        return None
+                return self._alone(rid), False, False
+        return None, False, False
 
-    def _activate(self, rid: Hashable) -> None:
-        self.tree.activate(rid, ready=False)
-        del self._queue[self._info[rid].seq]
-        self._active[rid] = None
-        self._computing[rid] = None
+    def _alone(self, rid: Hashable) -> Run:
+        one = self.tree.candidate(rid)
+        return Run([rid], [one.missing], [self.tree.would_hold(rid)], one.delta, one.sharing)
+
+    def _activate(self, rids: Sequence[Hashable]) -> None:
+        self.tree.activate_run(rids)
+        self._queue.discard_all([self._info[rid].seq for rid in rids])
+        now = dict.fromkeys(rids)
+        self._active.update(now)
+        self._computing.update(now)
 
     def _deactivate(self, rid: Hashable) -> None:
         self.tree.deactivate(rid)
-        self._queue[self._info[rid].seq] = rid
+        self._queue.add(self._info[rid].seq, rid)
         del self._active[rid]
         self._computing.pop(rid, None)
 
@@ -248,11 +268,13 @@ class FeatherScheduler:
         self.tree._check()
         assert self.tree.num_waiting == len(self._queue)
         assert len(self.tree) == len(self._info)
-        for seq, rid in self._queue.items():
-            assert self._info[rid].seq == seq and not self.tree.is_active(rid)
+        self._queue._check()
+        waiting = list(self._queue)
+        assert waiting == sorted(waiting, key=lambda rid: self._info[rid].seq)
+        assert not any(self.tree.is_active(rid) for rid in waiting)
         assert len(self._active) == self.tree.num_active
         for rid in self._active:
             assert self.tree.is_active(rid)
         assert self._computing.keys() <= self._active.keys()
-        for rid in self._planned:
-            assert rid in self._computing
+        for number, rid in enumerate(self._planned):
+            assert self.tree.is_active(rid) == (number < self._activated)

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 from pathlib import Path
 
 import aiohttp
+import psutil
 import pytest
 
 from feather_sglang.bench.server import LAUNCHER, Server
@@ -67,13 +69,29 @@ async def generate(session, url, rid, ids, tokens, **extra):
         return rid, response.status, await response.json()
 
 
+@contextlib.contextmanager
+def frozen(server):
+    """Freeze the scheduler process: what is sent meanwhile arrives at one moment, in order."""
+    family = psutil.Process(server.pid).children(recursive=True)
+    (scheduler,) = [each for each in family if each.name().startswith("sglang::schedul")]
+    scheduler.suspend()
+    try:
+        yield
+    finally:
+        scheduler.resume()
+
+
 def ask_all(server, requests, tokens=16, abort=(), delay=0.0, **extra):
     """Send all at once; abort the named ones ``delay`` seconds later. Returns rid -> list of (status, answer)."""
 
     async def main():
         timeout = aiohttp.ClientTimeout(total=600)
         async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
-            jobs = [asyncio.create_task(generate(session, server.url, r, ids, tokens, **extra)) for r, ids in requests]
+            with frozen(server):
+                jobs = [
+                    asyncio.create_task(generate(session, server.url, r, ids, tokens, **extra)) for r, ids in requests
+                ]
+                await asyncio.sleep(3)
             await asyncio.sleep(delay)
             for rid in abort:
                 async with session.post(server.url + "/abort_request", json={"rid": rid}) as response:

@@ -80,6 +80,7 @@ def agrees(engine):
     core._check()
     assert list(core.waiting) == sorted(core.waiting, key=lambda r: core._info[r].seq)
     assert set(core.waiting) == set(engine.waiting_queue)
+    engine.controller._check_order(engine.waiting_queue)
     assert set(core.active) == set(engine.running_batch.reqs)
 
 
@@ -106,6 +107,33 @@ def test_it_follows_whatever_happens_between_passes(seed):
         if not engine.running_batch.batch_is_full and engine.waiting_queue:
             agrees(engine)
     assert engine.controller.failures == 0 and engine.own_passes == 0 and served
+
+
+def test_the_plan_goes_first_and_the_rest_keeps_its_order():
+    engine = Engine(slots=40)
+    for i in range(30):
+        engine.waiting_queue.append(Req(i, [i % 3] * 40 + [100 + i] * 4))
+    arrived = list(engine.waiting_queue)
+    engine.run_pass()
+    assert [r.rid for r in engine.running_batch.reqs] == [0]
+    engine.run_pass(room=4)  # SGLang takes four of the nine that are planned
+    assert [r.rid for r in engine.running_batch.reqs] == [0, 3, 6, 9, 12]
+    assert [r.rid for r in engine.waiting_queue[:5]] == [15, 18, 21, 24, 27]
+    engine.waiting_queue.remove(arrived[18])  # aborted, out of those in front
+    engine.waiting_queue.append(engine.running_batch.reqs.pop())  # 12 is retracted
+    engine.run_pass(room=1)
+    engine.controller._check_order(engine.waiting_queue)
+    strangers = [r.rid for r in engine.waiting_queue if r.rid % 3]
+    assert strangers == sorted(strangers)
+    engine.waiting_queue.reverse()  # somebody else sorts the queue
+    while engine.run_pass(room=3) or engine.running_batch.reqs:
+        if len(engine.running_batch.reqs) > 3:
+            del engine.running_batch.reqs[:3]
+        elif not engine.waiting_queue:
+            break
+        else:
+            engine.running_batch.reqs.clear()
+    assert not engine.waiting_queue and engine.controller.failures == 0
 
 
 def test_an_idle_pass_is_skipped_and_asks_sglang_for_nothing():

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from feather_sglang.cht import chunk_hashes
-from feather_sglang.scheduling import BatchState, FeatherScheduler, Settings, StaticPolicy, Stop
+from feather_sglang.scheduling import BatchingPolicy, BatchState, FeatherScheduler, Settings, StaticPolicy, Stop
 
 CHUNK = 4
 
@@ -134,7 +134,7 @@ def test_a_request_that_costs_little_depth_joins():
 
 
 def test_a_batch_is_never_empty_while_somebody_waits():
-    class Never:
+    class Never(BatchingPolicy):
         def admit(self, state):
             return False
 
@@ -333,3 +333,12 @@ def test_the_static_rule():
     assert not StaticPolicy(Settings(), 64).admit(BatchState(16, 9, 1, False, 0))
     assert StaticPolicy(Settings(), 64).admit(BatchState(15, 9, 1, False, 0))
     assert not StaticPolicy(Settings(), 4).admit(BatchState(8, 9, 1, False, 0))
+
+
+@given(
+    st.integers(1, 40), st.integers(0, 9), st.integers(1, 30), st.booleans(), st.lists(st.integers(0, 3), max_size=12)
+)
+def test_deciding_a_run_at_once_is_deciding_one_by_one(batch, delta, sharing, related, holds):
+    policy = StaticPolicy(Settings(), 64)
+    state = BatchState(batch, delta, sharing, related, 0)
+    assert policy.admit_run(state, holds) == BatchingPolicy.admit_run(policy, state, holds)

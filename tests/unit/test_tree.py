@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import random
 
 import pytest
@@ -186,12 +187,6 @@ def test_namespaces_share_nothing():
     assert tree.covered("b") == 0 and tree.missing("b") == 3
 
 
-def entries(tree: ChunkedHashTree) -> int:
-    from feather_sglang.cht.tree import _walk
-
-    return sum(len(node.heap) for node in _walk(tree._root)) + len(tree._inner) + len(tree._outer)
-
-
 @pytest.mark.parametrize("waiting", [300, 3000])
 def test_one_admission_touches_a_handful_of_entries_however_many_wait(waiting):
     """The authors' tree pushes chunks x waiting entries here; ours must not grow with the queue."""
@@ -199,10 +194,10 @@ def test_one_admission_touches_a_handful_of_entries_however_many_wait(waiting):
     prefix = list(range(100))
     for rid in range(waiting):
         tree.insert(rid, [*prefix, 1000 + rid, rid])
-    before = entries(tree)
+    before = tree.num_heap_entries
     touched = _calls_during(lambda: (tree.activate(0), tree.best(), tree.remove(0)))
     assert before <= 2 * waiting + 20  # one in its leaf, one in the prefix node
-    assert entries(tree) <= before + 4
+    assert tree.num_heap_entries <= before + 4
     assert touched < 120, touched
 
 
@@ -265,4 +260,65 @@ def test_churn_does_not_leak_heap_entries():
             tree.remove(best.rid)
             tree.insert(best.rid, [*prefix, turn])
     tree._check()
-    assert entries(tree) < 50 * 6
+    assert tree.num_heap_entries < 50 * 6
+
+
+@settings(max_examples=300, deadline=None)
+@given(steps, st.integers(1, 6))
+def test_a_run_is_what_one_admission_after_the_other_would_give(script, limit):
+    tree = ChunkedHashTree(chunk_size=1)
+    for number, (what, prompt, pick) in enumerate(script):
+        if what in ("insert", "remove") or not tree.num_waiting:
+            tree.insert(number, prompt)
+        else:
+            waiting = [rid for rid in tree._requests if not tree.is_active(rid)]
+            tree.activate(waiting[pick % len(waiting)], ready=what != "pending")
+        check_run(tree, limit)
+
+
+def check_run(tree: ChunkedHashTree, limit: int) -> None:
+    run = tree.best_run(limit)
+    tree._check()
+    if run is None:
+        assert tree.best_sharing() is None
+        return
+    assert 1 <= len(run.rids) <= limit
+    twin = copy.deepcopy(tree)
+    twin.activate_run(run.rids)
+    twin._check()
+    for number, (rid, missing, holds) in enumerate(zip(run.rids, run.missing, run.holds, strict=True)):
+        candidate = tree.best_sharing()
+        assert (rid, missing, run.delta, run.sharing - number) == (
+            candidate.rid,
+            candidate.missing,
+            candidate.delta,
+            candidate.sharing,
+        )
+        assert holds == tree.would_hold(rid)
+        waiting = [each for each in tree._requests if not tree.is_active(each) and each != rid]
+        before = sum(tree.held(each) for each in waiting)
+        tree.activate(rid, ready=False)
+        assert sum(tree.held(each) for each in waiting) == before + holds
+    for rid in tree._requests:
+        assert tree.is_active(rid) == twin.is_active(rid)
+        assert (tree.covered(rid), tree.held(rid)) == (twin.covered(rid), twin.held(rid))
+    assert (tree.best(), tree.best_sharing(), tree.common_depth) == (
+        twin.best(),
+        twin.best_sharing(),
+        twin.common_depth,
+    )
+    for rid in reversed(run.rids):
+        tree.deactivate(rid)
+    tree._check()
+
+
+def test_a_run_covers_a_whole_group():
+    tree = ChunkedHashTree(chunk_size=1)
+    for i in range(20):
+        tree.insert(i, [1, 2, 3, 10 + i])
+    tree.insert("other", [9])
+    tree.activate(0)
+    assert tree.best_run(99).rids == [1], "the second member moves the common depth"
+    tree.activate(1)
+    assert tree.best_run(99).rids == list(range(2, 20))
+    assert tree.best_run(3).rids == [2, 3, 4]

@@ -39,8 +39,4 @@ def around_add_one_req(original: Callable[..., Any], adder: Any, req: Any, *args
     controller = Controller.in_pass
     if controller is None:
         return original(adder, req, *args, **kwargs)
-    if not controller.allows(req, adder):
-        return controller.refusal
-    result = original(adder, req, *args, **kwargs)
-    controller.offered(req, adder)
-    return result
+    return controller.offer(original, adder, req, *args, **kwargs)

@@ -8,8 +8,14 @@ from __future__ import annotations
 
 import json
 import logging
+import time
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
+
+from mypy_extensions import mypyc_attr
 
 from feather_sglang.cht import chunk_hashes
 from feather_sglang.scheduling import FeatherScheduler, Settings
@@ -27,6 +33,7 @@ def controller_of(owner: Any) -> Controller | None:
     return None if controller is None or controller.disabled else controller
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Controller:
     """Feather's side of one SGLang ``Scheduler``; requests are known by their ``Req`` object.
 
@@ -51,6 +58,11 @@ class Controller:
         self._cached: dict[Any, tuple[int, int]] = {}  # prefilling request -> (outputs at admission, tokens cached)
         self._planned: set[Any] = set()
         self._admitted: list[Any] = []
+        self.hook_s = 0.0  # seconds in Feather's hooks and passes so far, kept by TimedController
+        self.passes = 0
+        self._next_place = 0
+        self._places = array("q")  # of SGLang's queue, but for those in front
+        self._in_front = 0  # requests at the head of SGLang's queue that a plan put there and SGLang left
         self._trace = _Trace(settings.trace, rank) if settings.trace else None
 
     def attach(self) -> None:
@@ -88,23 +100,30 @@ class Controller:
             slots = scheduler.max_running_requests - len(running_batch.reqs) - (scheduler.chunked_req is not None)
             plan = self._core.plan(slots, self._token_budget())
             self._planned = set(plan.order)
-            if plan.order and waiting_queue[: len(plan.order)] != plan.order:
-                planned = self._planned
-                waiting_queue[:] = plan.order + [req for req in waiting_queue if req not in planned]
+            if waiting_queue[: len(plan.order)] != plan.order:
+                self._put_first(plan.order, waiting_queue)
+                self._in_front = len(plan.order)
+            elif len(plan.order) > self._in_front:  # they stand there already
+                del self._places[: len(plan.order) - self._in_front]
+                self._in_front = len(plan.order)
         except Exception:
             self._failed("planning")
             return False
         Controller.in_pass = self
         return True
 
-    def allows(self, req: Any, adder: Any) -> bool:
-        """Whether the plan names this request; on an empty batch anybody may start."""
-        return req in self._planned or not (adder.can_run_list or adder.running_batch.reqs)
+    def offer(self, add_one_req: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+        """SGLang offers a request: refuse it unless the plan names it, and note whether it was admitted.
 
-    def offered(self, req: Any, adder: Any) -> None:
-        """SGLang has considered this request; note whether it was admitted."""
-        if adder.can_run_list and adder.can_run_list[-1] is req:
+        On an empty batch anybody may start, whatever the plan.
+        """
+        chosen = adder.can_run_list
+        if req not in self._planned and (chosen or adder.running_batch.reqs):
+            return self.refusal
+        result = add_one_req(adder, req, *args, **kwargs)
+        if chosen and chosen[-1] is req:
             self._admitted.append(req)
+        return result
 
     def end_pass(self) -> None:
         """Tell Feather what SGLang really admitted. Does nothing if no plan was asked for."""
@@ -115,13 +134,58 @@ class Controller:
         try:
             self._core.confirm(admitted)
             for req in admitted:
-                if not self._core.tree.is_active(req):
+                if req in self._planned:
+                    self._in_front -= 1
+                else:
                     self._core.admit(req)  # on an empty batch, outside the plan
                 self._cached[req] = (len(req.output_ids), -1)
             if self._trace is not None and admitted:
-                self._trace.write(admitted, self._core)
+                self._trace.write(admitted, self)
         except Exception:
             self._failed("closing a pass")
+
+    def _put_first(self, order: list[Any], queue: list[Any]) -> None:
+        """Move the planned requests to the head; the others keep their order. O(log W) a request, and moving pointers.
+
+        A walk over the queue would touch every request, which costs more than all the rest of a pass. SGLang only ever
+        appends, so each request gets an ascending number at the end of the queue, and the numbers of the queue, but
+        for what an earlier plan put first and SGLang left there, stand in an array of their own.
+        """
+        places = self._places
+        back, queue[: self._in_front] = queue[: self._in_front], []
+        self._in_front = 0
+        for req in back:
+            at = bisect_left(places, req._feather_place)
+            queue.insert(at, req)
+            places.insert(at, req._feather_place)
+        found = [bisect_left(places, req._feather_place) for req in order]
+        if len(places) != len(queue) or any(
+            at >= len(queue) or queue[at] is not req for at, req in zip(found, order, strict=True)
+        ):
+            planned = set(order)  # somebody else has reordered the queue
+            queue[:] = [req for req in queue if req not in planned]
+            self._number_anew(queue)
+        else:
+            for at in sorted(found, reverse=True):
+                del queue[at], places[at]
+        queue[:0] = order
+
+    def _number(self, requests: list[Any]) -> None:
+        """Give numbers to requests at the end of the queue."""
+        for req in requests:
+            req._feather_place = self._next_place
+            self._places.append(self._next_place)
+            self._next_place += 1
+
+    def _number_anew(self, queue: list[Any]) -> None:
+        self._places = array("q")
+        self._in_front = 0
+        self._number(queue)
+
+    def _check_order(self, queue: list[Any]) -> None:
+        """Assert that the numbers are those of the queue behind what was put in front. O(W); for tests."""
+        places = [req._feather_place for req in queue[self._in_front :]]
+        assert places == sorted(places) == list(self._places) and self._in_front >= 0
 
     # ------------------------------------------------------- what has changed
 
@@ -133,12 +197,14 @@ class Controller:
             at -= 1
         for req in waiting[at:]:
             self._starts_to_wait(req)
+        self._number(waiting[at:])
         if core.tree.num_waiting != len(waiting):
             still = set(waiting)
             for req in [req for req in core.waiting if req not in still]:
                 self._leaves(req)
             for req in waiting:
                 self._starts_to_wait(req)
+            self._number_anew(waiting)
         chunked = self._scheduler.chunked_req
         if core.tree.num_active != len(running_batch.reqs) + (chunked is not None):
             running = dict.fromkeys(running_batch.reqs)
@@ -206,6 +272,8 @@ class Controller:
         self._cached = {}
         self._planned = set()
         self._admitted = []
+        self._places = array("q")
+        self._in_front = 0
 
 
 def namespace_of(req: Any) -> str:
@@ -220,12 +288,13 @@ class _Trace:
     def __init__(self, path: str, rank: int) -> None:
         name = path if rank == 0 else f"{path}.rank{rank}"
         self._file = Path(name).open("a", buffering=1)  # noqa: SIM115  # open as long as the server runs
-        self._passes = 0
 
-    def write(self, admitted: list[Any], core: FeatherScheduler) -> None:
-        self._passes += 1
+    def write(self, admitted: list[Any], controller: Controller) -> None:
+        core = controller._core
         record = {
-            "pass": self._passes,
+            "pass": controller.passes,
+            "hook_s": round(controller.hook_s, 6),
+            "time_s": round(time.perf_counter(), 6),
             "admitted": [req.rid for req in admitted],
             "active": core.tree.num_active,
             "waiting": core.tree.num_waiting,

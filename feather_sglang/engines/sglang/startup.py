@@ -9,8 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import feather_sglang
+from feather_sglang import compiling
 from feather_sglang.engines.sglang import arguments
 from feather_sglang.engines.sglang.controller import Controller
+from feather_sglang.engines.sglang.timed import TimedController
 from feather_sglang.scheduling import SettingsError
 
 logger = logging.getLogger(__name__)
@@ -48,11 +50,12 @@ def around_init_schedule_policy(original: Callable[..., Any], scheduler: Any) ->
             "first served."
         )
         return result
-    controller = Controller(scheduler, settings, rank)
+    controller = (TimedController if settings.trace else Controller)(scheduler, settings, rank)
     controller.attach()
     logger.info(
-        "Feather is scheduling: feather-sglang %s, sglang %s, slots %d, fallback %s, %s",
+        "Feather is scheduling: feather-sglang %s (%s), sglang %s, slots %d, fallback %s, %s",
         feather_sglang.__version__,
+        "compiled" if compiling.is_compiled() else "plain Python",
         importlib.metadata.version("sglang"),
         scheduler.max_running_requests,
         settings.fallback_policy,
