@@ -1,9 +1,18 @@
 #!/usr/bin/env bash
-# Sets everything up and runs the checks: ruff, mypy, and pytest with real servers. Arguments go to pytest.
+# Sets everything up and runs the checks: ruff, mypy, pytest with real servers, and the unit tests once more on the
+# compiled modules. Arguments go to pytest; with any, the compiled run is left out.
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 set_up
 cd "$root"
 "$venv/bin/ruff" check .
 "$venv/bin/ruff" format --check .
 "$venv/bin/mypy"
-exec "$venv/bin/python" -m pytest "$@"
+"$venv/bin/feather-sglang" compile --remove
+if [ $# -gt 0 ]; then
+    exec "$venv/bin/python" -m pytest "$@"
+fi
+"$venv/bin/feather-sglang" compile
+trap '"$venv/bin/feather-sglang" compile --remove' EXIT
+"$venv/bin/python" -m pytest tests/unit
+"$venv/bin/feather-sglang" compile --remove
+"$venv/bin/python" -m pytest

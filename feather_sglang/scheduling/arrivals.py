@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator
 from heapq import merge
+from operator import itemgetter
 
 from sortedcontainers import SortedDict
 
@@ -28,7 +29,8 @@ class ArrivalOrder:
         """The requests, the longest waiting first."""
         if not self._returned:
             return iter(self._fresh.values())
-        return (rid for _, rid in merge(self._returned.items(), self._fresh.items()))
+        # Lazily, and with no generator expression: compiled, that would be a list of everybody.
+        return map(itemgetter(1), merge(self._returned.items(), self._fresh.items()))
 
     def add(self, seq: int, rid: Hashable) -> None:
         """O(1) for a number greater than all before, else O(log R) for R that came back."""

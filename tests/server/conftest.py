@@ -71,14 +71,17 @@ async def generate(session, url, rid, ids, tokens, **extra):
 
 @contextlib.contextmanager
 def frozen(server):
-    """Freeze the scheduler process: what is sent meanwhile arrives at one moment, in order."""
+    """Freeze the scheduler processes: what is sent meanwhile arrives at one moment, in order."""
     family = psutil.Process(server.pid).children(recursive=True)
-    (scheduler,) = [each for each in family if each.name().startswith("sglang::schedul")]
-    scheduler.suspend()
+    schedulers = [each for each in family if each.name().startswith("sglang::schedul")]
+    assert schedulers
+    for each in schedulers:
+        each.suspend()
     try:
         yield
     finally:
-        scheduler.resume()
+        for each in schedulers:
+            each.resume()
 
 
 def ask_all(server, requests, tokens=16, abort=(), delay=0.0, **extra):

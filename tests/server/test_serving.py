@@ -114,14 +114,19 @@ def test_leaving_out_a_hook_at_run_time_costs_passes_not_requests(serve, tmp_pat
     )
     (plugin / "faulty.py").write_text(
         "def register():\n"
+        "    from feather_sglang.engines.sglang import startup\n"
         "    from feather_sglang.scheduling import FeatherScheduler\n"
-        "    plan, calls = FeatherScheduler.plan, []\n"
-        "    def faulty(self, *args):\n"
-        "        calls.append(1)\n"
-        "        if len(calls) % 3 == 0:\n"
-        "            raise ZeroDivisionError('injected')\n"
-        "        return plan(self, *args)\n"
-        "    FeatherScheduler.plan = faulty\n"
+        "    calls = []\n"
+        "    class Faulty(FeatherScheduler):\n"
+        "        def plan(self, slots, token_budget):\n"
+        "            calls.append(1)\n"
+        "            if len(calls) % 3 == 0:\n"
+        "                raise ZeroDivisionError('injected')\n"
+        "            return super().plan(slots, token_budget)\n"
+        "    class FaultyController(startup.Controller):\n"
+        "        def _new_core(self):\n"
+        "            return Faulty(self._settings, self._scheduler.max_running_requests)\n"
+        "    startup.Controller = startup.TimedController = FaultyController\n"
     )
     server = serve("--max-total-tokens=8000", "--max-running-requests=6", environment={"PYTHONPATH": str(plugin)})
     got = texts(ask_all(server, prompts(4, 30, 128, 16), tokens=8))

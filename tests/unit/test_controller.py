@@ -15,7 +15,7 @@ from feather_sglang.engines.sglang.admission import (
     around_get_new_batch_prefill,
 )
 from feather_sglang.engines.sglang.controller import Controller, controller_of, namespace_of
-from feather_sglang.scheduling import Settings
+from feather_sglang.scheduling import FeatherScheduler, Settings
 
 
 class Req:
@@ -30,13 +30,13 @@ class Req:
 class Engine:
     """SGLang's scheduler, reduced to its queue, its batch and a pass that admits whom the policy puts first."""
 
-    def __init__(self, slots=8, **settings):
+    def __init__(self, slots=8, controller=Controller, **settings):
         self.waiting_queue, self.chunked_req, self.tree_cache = [], None, None
         self.running_batch = SimpleNamespace(reqs=[], batch_is_full=False)
         self.max_running_requests, self.max_prefill_tokens, self.chunked_prefill_size = slots, 10**6, None
         self.policy = SimpleNamespace()
         self.own_passes = 0
-        self.controller = Controller(self, Settings.parse({"chunk_size": 4, "min_batch": 2, **settings}, "test"), 0)
+        self.controller = controller(self, Settings.parse({"chunk_size": 4, "min_batch": 2, **settings}, "test"), 0)
         self.controller.attach()
 
     def run_pass(self, room=10**9):
@@ -183,18 +183,55 @@ def test_an_idle_pass_costs_the_same_however_many_wait():
     assert calls(20) == calls(2000) < 40
 
 
-def test_a_failure_is_logged_once_hands_over_and_recovers(caplog, monkeypatch):
-    engine = Engine()
+class Broken(FeatherScheduler):
+    """Raises in one of its methods. Subclassed, not patched: compiled classes cannot be patched."""
+
+    where = ""
+
+    def plan(self, slots, token_budget):
+        self.fail("plan")
+        return super().plan(slots, token_budget)
+
+    def confirm(self, admitted):
+        self.fail("confirm")
+        super().confirm(admitted)
+
+    def unchanged(self):
+        self.fail("unchanged")
+        return super().unchanged()
+
+    def leave(self, rid):
+        self.fail("leave")
+        super().leave(rid)
+
+    def arrive(self, rid, hashes, num_tokens):
+        self.fail("arrive")
+        super().arrive(rid, hashes, num_tokens)
+
+    def fail(self, where):
+        if where == Broken.where:
+            raise ZeroDivisionError("injected")
+
+
+class BrokenController(Controller):
+    def _new_core(self):
+        return Broken(self._settings, self._scheduler.max_running_requests)
+
+
+@pytest.fixture
+def break_in(monkeypatch):
+    yield lambda where: monkeypatch.setattr(Broken, "where", where)
+
+
+def test_a_failure_is_logged_once_hands_over_and_recovers(caplog, break_in):
+    engine = Engine(controller=BrokenController)
     for i in range(6):
         engine.waiting_queue.append(Req(i, [i] * 12))
-
-    def broken(*_):
-        raise ZeroDivisionError("injected")
-
-    with caplog.at_level(logging.INFO), monkeypatch.context() as patch:
-        patch.setattr("feather_sglang.scheduling.FeatherScheduler.plan", broken)
+    with caplog.at_level(logging.INFO):
+        break_in("plan")
         engine.run_pass(room=1)
         engine.run_pass(room=1)
+        break_in("")
     assert engine.own_passes == 2 and engine.controller.failures == 2
     assert caplog.text.count("Traceback") == 1 and len(engine.running_batch.reqs) == 2
     engine.run_pass(room=1)  # state is built anew from what SGLang holds
@@ -203,13 +240,9 @@ def test_a_failure_is_logged_once_hands_over_and_recovers(caplog, monkeypatch):
 
 
 @pytest.mark.parametrize("where", ["unchanged", "confirm", "plan", "leave", "arrive"])
-def test_failures_anywhere_never_reach_sglang_and_end_in_giving_up(where, monkeypatch, caplog):
-    engine = Engine()
-
-    def broken(*_):
-        raise ZeroDivisionError("injected")
-
-    monkeypatch.setattr(f"feather_sglang.scheduling.FeatherScheduler.{where}", broken)
+def test_failures_anywhere_never_reach_sglang_and_end_in_giving_up(where, break_in, caplog):
+    engine = Engine(controller=BrokenController)
+    break_in(where)
     served = 0
     for i in range(60):
         engine.waiting_queue.append(Req(i, [i] * 12))

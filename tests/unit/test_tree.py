@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import copy
 import random
 
 import pytest
@@ -266,24 +265,24 @@ def test_churn_does_not_leak_heap_entries():
 @settings(max_examples=300, deadline=None)
 @given(steps, st.integers(1, 6))
 def test_a_run_is_what_one_admission_after_the_other_would_give(script, limit):
-    tree = ChunkedHashTree(chunk_size=1)
+    tree, twin = ChunkedHashTree(chunk_size=1), ChunkedHashTree(chunk_size=1)
     for number, (what, prompt, pick) in enumerate(script):
-        if what in ("insert", "remove") or not tree.num_waiting:
-            tree.insert(number, prompt)
-        else:
-            waiting = [rid for rid in tree._requests if not tree.is_active(rid)]
-            tree.activate(waiting[pick % len(waiting)], ready=what != "pending")
-        check_run(tree, limit)
+        waiting = [rid for rid in tree._requests if not tree.is_active(rid)]
+        for each in (tree, twin):
+            if what in ("insert", "remove") or not waiting:
+                each.insert(number, prompt)
+            else:
+                each.activate(waiting[pick % len(waiting)], ready=what != "pending")
+        check_run(tree, twin, limit)
 
 
-def check_run(tree: ChunkedHashTree, limit: int) -> None:
+def check_run(tree: ChunkedHashTree, twin: ChunkedHashTree, limit: int) -> None:
     run = tree.best_run(limit)
     tree._check()
     if run is None:
         assert tree.best_sharing() is None
         return
     assert 1 <= len(run.rids) <= limit
-    twin = copy.deepcopy(tree)
     twin.activate_run(run.rids)
     twin._check()
     for number, (rid, missing, holds) in enumerate(zip(run.rids, run.missing, run.holds, strict=True)):
@@ -307,9 +306,10 @@ def check_run(tree: ChunkedHashTree, limit: int) -> None:
         twin.best_sharing(),
         twin.common_depth,
     )
-    for rid in reversed(run.rids):
-        tree.deactivate(rid)
-    tree._check()
+    for each in (tree, twin):
+        for rid in reversed(run.rids):
+            each.deactivate(rid)
+        each._check()
 
 
 def test_a_run_covers_a_whole_group():
@@ -322,3 +322,28 @@ def test_a_run_covers_a_whole_group():
     tree.activate(1)
     assert tree.best_run(99).rids == list(range(2, 20))
     assert tree.best_run(3).rids == [2, 3, 4]
+
+
+@pytest.mark.parametrize("shape", ["nothing shared", "one group", "chain", "same prompt"])
+def test_the_worst_shapes_stay_sound_and_small(shape):
+    n = 1500
+    tree = ChunkedHashTree(chunk_size=1)
+    prompts = {
+        "nothing shared": lambda i: [10**6 + i] * 4,
+        "one group": lambda i: [*range(32), 10**6 + i],
+        "chain": lambda i: range(i + 1),
+        "same prompt": lambda i: range(8),
+    }[shape]
+    for i in range(n):
+        tree.insert(i, list(prompts(i)))
+    assert tree.num_heap_entries <= 4 * n
+    for i in range(8):
+        assert tree.best().rid == i
+        tree.activate(i)
+    tree._check()
+    for i in range(8):
+        tree.remove(i)
+    for i in range(n - 1, 7, -1):  # a thousand aborts in a row, the latest first
+        tree.remove(i)
+    tree._check()
+    assert tree.num_heap_entries <= 64 and not tree._root.children
