@@ -37,13 +37,15 @@ def around_init_schedule_policy(original: Callable[..., Any], scheduler: Any) ->
     """``Scheduler.init_schedule_policy``: SGLang builds its own policy, as the fallback, and Feather is attached."""
     if scheduler.schedule_policy != arguments.POLICY_NAME:
         return original(scheduler)
+    from sglang.srt.runtime_context import get_parallel
+
     problem = _first_problem(scheduler.server_args)
     if problem is not None:
         raise RuntimeError(f"feather-sglang: {problem}")
     settings = arguments.load_settings()
     scheduler.schedule_policy = settings.fallback_policy
     result = original(scheduler)
-    rank = getattr(getattr(scheduler, "ps", scheduler), "tp_rank", 0)
+    rank = get_parallel().tp_rank
     if getattr(scheduler.tree_cache, "disable", True):
         logger.warning(
             "Feather: the radix cache is disabled, so there is no prefix to share: requests are served first come, "
