@@ -8,6 +8,7 @@ from array import array
 from types import SimpleNamespace
 
 import pytest
+from counting import calls_during
 
 from feather_sglang.engines.sglang.admission import (
     around_add_one_req,
@@ -158,26 +159,15 @@ def test_an_idle_pass_is_skipped_and_asks_sglang_for_nothing():
 
 
 def test_an_idle_pass_costs_the_same_however_many_wait():
-    import sys
-
     def calls(waiting):
         engine = Engine()
         engine.waiting_queue += [Req(("a", i), [1] * 40 + [100 + i] * 4) for i in range(3)]
         engine.waiting_queue += [Req(("b", i), [2] * 40 + [1000 + i] * 4) for i in range(waiting)]
         for _ in range(5):
             engine.run_pass()
-        count = 0
-
-        def profile(frame, event, arg):
-            nonlocal count
-            count += event in ("call", "c_call")
-
-        sys.setprofile(profile)
-        try:
-            idle = engine.controller.nothing_to_do(engine.running_batch)
-        finally:
-            sys.setprofile(None)
-        assert idle
+        idle = []
+        count = calls_during(lambda: idle.append(engine.controller.nothing_to_do(engine.running_batch)))
+        assert idle == [True]
         return count
 
     assert calls(20) == calls(2000) < 40

@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from counting import calls_during
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model import ModelTree
@@ -194,28 +195,10 @@ def test_one_admission_touches_a_handful_of_entries_however_many_wait(waiting):
     for rid in range(waiting):
         tree.insert(rid, [*prefix, 1000 + rid, rid])
     before = tree.num_heap_entries
-    touched = _calls_during(lambda: (tree.activate(0), tree.best(), tree.remove(0)))
+    touched = calls_during(lambda: (tree.activate(0), tree.best(), tree.remove(0)))
     assert before <= 2 * waiting + 20  # one in its leaf, one in the prefix node
     assert tree.num_heap_entries <= before + 4
     assert touched < 120, touched
-
-
-def _calls_during(action) -> int:
-    """Python and C calls made: a deterministic stand-in for time."""
-    import sys
-
-    count = 0
-
-    def profile(frame, event, arg):
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    sys.setprofile(profile)
-    try:
-        action()
-    finally:
-        sys.setprofile(None)
-    return count
 
 
 def test_operations_do_not_grow_with_the_queue_on_many_shapes():
@@ -239,7 +222,7 @@ def test_operations_do_not_grow_with_the_queue_on_many_shapes():
                 for rid in [r for r in range(40) if tree.is_active(r)][:4]:
                     tree.deactivate(rid)
 
-            counts.setdefault(name, []).append(_calls_during(admit_eight))
+            counts.setdefault(name, []).append(calls_during(admit_eight))
             tree._check()
     for name, (small, large) in counts.items():
         assert large <= 1.5 * small + 20, (name, small, large)
