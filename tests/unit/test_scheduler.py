@@ -167,6 +167,28 @@ def test_nobody_is_passed_over_more_than_the_bound():
     assert 15 <= n <= 21, n
 
 
+def test_the_bound_holds_where_every_slot_is_taken_by_later_arrivals():
+    scheduler = make(slots=3, min_batch=2, max_passes=20)
+    for i in range(3):
+        arrive(scheduler, i, prompt(1, 32, i))
+    arrive(scheduler, "cold", prompt(2, 32, 10**4))
+    running, order = [], []
+    for n in range(100):
+        for i in range(3):  # more come than go
+            arrive(scheduler, ("hot", n, i), prompt(1, 32, 100 + 3 * n + i))
+        plan = scheduler.plan(3 - len(running), 10**9)
+        scheduler.confirm(plan.order)
+        order += plan.order
+        running += plan.order
+        if "cold" in order:
+            break
+        for rid in list(scheduler.computing):
+            scheduler.progress(rid, None)
+        if len(running) == 3:
+            scheduler.leave(running.pop(0))
+    assert "cold" in order and 20 <= len(order) <= 26, order
+
+
 def test_the_bound_holds_while_nothing_changes():
     scheduler = make(min_batch=2, max_passes=30)
     for i in range(4):
