@@ -69,9 +69,9 @@ def _demo(args: argparse.Namespace) -> int:
     results: list[serving.Result] = []
     try:
         for number, policy in enumerate(policies, 1):
-            _say(f"[{number}/{len(policies)}]")
+            _say(f"[{number}/{len(policies)}] {policy}")
             log = folder / f"server-{policy}.log"
-            results.append(serving.run_policy(policy, model, serving.CPU_FLAGS, workload, log=log, say=_say))
+            results.append(serving.run_policy(policy, model, serving.CPU_FLAGS, workload, log=log))
     finally:
         if results:
             most = f"At most {workload.most_cached:.1%} can come from cache: every prefix is computed once."
@@ -127,7 +127,7 @@ def _overhead(args: argparse.Namespace) -> int:
     if args.server:
         from feather_sglang.bench import server_share
 
-        share = server_share.measure(make_tiny_model(args.folder.resolve() / "model"), _say)
+        share = server_share.measure(make_tiny_model(args.folder.resolve() / "model"))
         text = (
             f"{share['waiting'][1]} to {share['waiting'][0]} waiting, {share['passes']} passes: "
             f"{share['hook_s'] * 1e3:.1f} ms in Feather's hooks of {share['time_s']:.2f} s: {share['share']:.2%}"

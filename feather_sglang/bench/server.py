@@ -12,7 +12,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -74,8 +74,8 @@ class Server:
     ) -> None:
         self.stop()
 
-    def start(self, progress: Callable[[int], None] | None = None) -> None:
-        """Start and wait until it answers; ``progress`` is called with the seconds so far."""
+    def start(self) -> None:
+        """Start and wait until it answers."""
         with self.log.open("wb") as output:
             self._process = subprocess.Popen(
                 self._command,
@@ -86,21 +86,19 @@ class Server:
                 start_new_session=True,
             )
         try:
-            self._wait(progress)
+            self._wait()
         except BaseException:
             self.stop()
             raise
 
-    def _wait(self, progress: Callable[[int], None] | None) -> None:
+    def _wait(self) -> None:
         assert self._process is not None
-        for second in range(_START_S):
+        for _ in range(_START_S):
             if self._process.poll() is not None:
                 raise ServerError(f"the server ended with code {self._process.returncode}\n{self.tail()}")
             with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):
                 urllib.request.urlopen(self.url + "/health", timeout=5).close()
                 return
-            if progress is not None:
-                progress(second)
             time.sleep(1)
         raise ServerError(f"the server was not healthy after {_START_S} s\n{self.tail()}")
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from feather_sglang.bench import serving
 
 
-def measure(model: Path, say: Callable[[str], None]) -> dict[str, Any]:
+def measure(model: Path) -> dict[str, Any]:
     """Serve 1,200 requests on the CPU server and read Feather's trace while 800 and more wait.
 
     Returns the seconds in Feather's hooks, the seconds that passed, the passes, and the share. Raises ``RuntimeError``
@@ -21,7 +20,7 @@ def measure(model: Path, say: Callable[[str], None]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="feather-share-") as folder:
         trace = Path(folder) / "trace.jsonl"
         flags = (*serving.CPU_FLAGS, f"--feather-trace={trace}")
-        serving.run_policy("feather", model, flags, workload, log=Path(folder) / "server.log", say=say)
+        serving.run_policy("feather", model, flags, workload, log=Path(folder) / "server.log")
         records = [json.loads(line) for line in trace.read_text().splitlines()]
     busy = [record for record in records if record["waiting"] >= 800]
     if len(busy) < 2:

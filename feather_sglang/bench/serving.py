@@ -7,11 +7,12 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from feather_sglang.bench.progress import ticking
 from feather_sglang.bench.server import Server
 
 
@@ -57,16 +58,14 @@ CPU_FLAGS = (
 )
 
 
-def run_policy(
-    policy: str, model: Path, flags: Sequence[str], workload: Workload, *, log: Path, say: Callable[[str], None]
-) -> Result:
+def run_policy(policy: str, model: Path, flags: Sequence[str], workload: Workload, *, log: Path) -> Result:
     """Start a server with this policy, drive it, stop it. Raises ``ServerError`` or ``CalledProcessError``."""
     server = Server([f"--model-path={model}", f"--schedule-policy={policy}", *flags], log)
-    say(f"{policy}: starting the server (log: {log})")
-    server.start()
+    with ticking(f"{policy}: starting the server (log: {log})"):
+        server.start()
     try:
-        say(f"{policy}: {workload.groups * workload.per_group} requests")
-        return _drive(policy, server, model, workload)
+        with ticking(f"{policy}: serving {workload.groups * workload.per_group} requests"):
+            return _drive(policy, server, model, workload)
     finally:
         server.stop()
 

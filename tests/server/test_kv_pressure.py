@@ -14,6 +14,6 @@ def test_most_prompt_tokens_come_from_cache(model, tmp_path):
     workload = serving.Workload()
     assert workload.most_cached == pytest.approx(0.8727, abs=1e-4)
     flags = (*serving.CPU_FLAGS,)
-    result = serving.run_policy("feather", model, flags, workload, log=tmp_path / "server.log", say=print)
+    result = serving.run_policy("feather", model, flags, workload, log=tmp_path / "server.log")
     assert result.completed == 320
     assert result.cached_share >= 0.85, result

@@ -66,3 +66,11 @@ def test_bench_overhead_reports_every_policy(capsys):
     )
     assert rows["feather"]["pass_ms"] > 0 and report["ratio_dfs_over_feather"] > 0
     assert rows["feather"]["heap_entries"] <= 4 * 60
+
+
+def test_long_work_says_what_it_is_doing(capsys):
+    from feather_sglang.bench.progress import ticking
+
+    with ticking("feather: serving 6 requests"):
+        pass
+    assert capsys.readouterr().err == "feather: serving 6 requests\n"
