@@ -1,6 +1,6 @@
 """Compile the modules of the scheduling pass to machine code, in place, with mypyc; plain Python stays beside it.
 
-The same source runs both ways and passes the same tests. Compiled, a pass costs about half (docs/performance.md).
+The same source runs both ways and passes the same tests. docs/performance.md has both.
 """
 
 from __future__ import annotations
