@@ -11,8 +11,13 @@ cd "$root"
 if [ $# -gt 0 ]; then
     exec "$venv/bin/python" -m pytest "$@"
 fi
-"$venv/bin/feather-sglang" compile
-trap '"$venv/bin/feather-sglang" compile --remove' EXIT
-"$venv/bin/python" -m pytest tests/unit
-"$venv/bin/feather-sglang" compile --remove
+if "$venv/bin/feather-sglang" compile; then
+    trap '"$venv/bin/feather-sglang" compile --remove' EXIT
+    "$venv/bin/python" -m pytest tests/unit
+    "$venv/bin/feather-sglang" compile --remove
+elif [ "${CI:-}" = true ]; then
+    fail "CI needs a C compiler, for the unit tests on the compiled modules"
+else
+    echo "No compiled modules here, so the unit tests run on plain Python alone" >&2
+fi
 "$venv/bin/python" -m pytest
