@@ -25,8 +25,6 @@ from feather_sglang.engines.sglang import admission
 from feather_sglang.engines.sglang.controller import Controller
 from feather_sglang.scheduling import FeatherScheduler, Settings
 
-POLICIES = ("fcfs", "lpm", "dfs-weight", "feather")
-
 
 @dataclass(frozen=True)
 class Config:

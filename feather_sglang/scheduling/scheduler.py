@@ -219,7 +219,7 @@ class FeatherScheduler:
         if not self._queue:
             return
         seq, oldest = self._queue.first()
-        by_choice = len(ran) >= len(planned) and self._stop in (Stop.HELD, Stop.POLICY)
+        by_choice = ran.issuperset(planned) and self._stop in (Stop.HELD, Stop.POLICY)
         if by_choice or seq < newest:
             self._passes += 1
         self._deadline = self._info[oldest].since + self._max_passes

@@ -246,6 +246,32 @@ def test_failures_anywhere_never_reach_sglang_and_end_in_giving_up(where, break_
     assert Controller.in_pass is None
 
 
+def test_a_failure_while_the_queue_is_reordered_loses_nobody(caplog):
+    engine = Engine(slots=40)
+    for i in range(30):
+        engine.waiting_queue.append(Req(i, [i % 3] * 40 + [100 + i] * 4))
+    engine.run_pass()
+    engine.run_pass(room=2)  # leaves planned ones in front
+    before = set(engine.waiting_queue)
+    engine.waiting_queue.append(engine.running_batch.reqs.pop())  # so that the next plan is another one
+    before.add(engine.waiting_queue[-1])
+    del engine.waiting_queue[1]._feather_place
+    engine.run_pass(room=0)
+    assert engine.controller.failures == 1 and engine.own_passes == 1
+    assert set(engine.waiting_queue) == before and len(engine.waiting_queue) == len(before)
+    engine.run_pass()
+    assert engine.controller.failures == 1
+
+
+def test_an_offer_that_cannot_be_judged_goes_to_sglang(caplog):
+    engine = Engine()
+    engine.waiting_queue += [Req(i, [i] * 12) for i in range(3)]
+    Engine.last = engine
+    around_calc_priority(Engine.own_policy, engine.policy, engine.waiting_queue, engine.running_batch)
+    answer = around_add_one_req(lambda adder, req: "sglang's answer", SimpleNamespace(), Req("x", [1]))
+    assert answer == "sglang's answer" and engine.controller.failures == 1 and Controller.in_pass is None
+
+
 def test_kv_that_sglang_keeps_apart_is_kept_apart():
     plain = namespace_of(Req(0, []))
     assert plain == "" == namespace_of(Req(0, [], lora_id=None, extra_key=None, cache_salt=None))

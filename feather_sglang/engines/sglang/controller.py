@@ -117,8 +117,13 @@ class Controller:
 
         On an empty batch anybody may start, whatever the plan.
         """
-        chosen = adder.can_run_list
-        if req not in self._planned and (chosen or adder.running_batch.reqs):
+        try:
+            chosen = adder.can_run_list
+            refused = req not in self._planned and bool(chosen or adder.running_batch.reqs)
+        except Exception:
+            self._failed("answering an offer")
+            return add_one_req(adder, req, *args, **kwargs)
+        if refused:
             return self.refusal
         result = add_one_req(adder, req, *args, **kwargs)
         if chosen and chosen[-1] is req:
@@ -151,8 +156,18 @@ class Controller:
         appends, so each request gets an ascending number at the end of the queue, and the numbers of the queue, but
         for what an earlier plan put first and SGLang left there, stand in an array of their own.
         """
+        back = queue[: self._in_front]
+        try:
+            self._move(order, back, queue)
+        except Exception:
+            # Whatever went wrong, nobody may be missing from SGLang's queue.
+            there = set(queue)
+            queue[:0] = [req for req in dict.fromkeys((*back, *order)) if req not in there]
+            raise
+
+    def _move(self, order: list[Any], back: list[Any], queue: list[Any]) -> None:
         places = self._places
-        back, queue[: self._in_front] = queue[: self._in_front], []
+        del queue[: len(back)]
         self._in_front = 0
         for req in back:
             at = bisect_left(places, req._feather_place)
