@@ -104,9 +104,14 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     kind = overhead.add_mutually_exclusive_group()
     kind.add_argument(
-        "--sweep", action="store_true", help="Feather alone, 100 to 64,000 waiting and 512 to 32,768 tokens"
+        "--sweep", action="store_true", help="Feather alone, 100 to 64,000 waiting and 512 to 100,000 tokens"
     )
     kind.add_argument("--server", action="store_true", help="Feather's share of a running CPU server's scheduler time")
+    overhead.add_argument(
+        "--cold",
+        action="store_true",
+        help="empty the processor's caches before each measurement of Feather, as a decode step between passes does",
+    )
     overhead.add_argument("--json", metavar="FILE", help="write the results as JSON; - for standard output")
     overhead.add_argument("--plot", metavar="FILE.png", help="with --sweep: draw it")
     overhead.add_argument(
@@ -139,8 +144,10 @@ def _overhead(args: argparse.Namespace) -> int:
     warnings.simplefilter("ignore")
     from feather_sglang.bench import overhead
 
-    config = overhead.Config(args.waiting, args.groups, args.prefix_tokens, args.suffix_tokens, args.admit, args.repeat)
-    rows = overhead.sweep(args.repeat, _say) if args.sweep else overhead.run(config, policies, _say)
+    config = overhead.Config(
+        args.waiting, args.groups, args.prefix_tokens, args.suffix_tokens, args.admit, args.repeat, args.cold
+    )
+    rows = overhead.sweep(args.repeat, _say, args.cold) if args.sweep else overhead.run(config, policies, _say)
     if args.plot:
         overhead.plot(rows, args.plot)
     text = overhead.table(rows)

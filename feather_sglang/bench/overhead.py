@@ -36,6 +36,8 @@ class Config:
     suffix_tokens: int = 64
     admit: int = 16
     repeat: int = 20
+    #: Empty the processor's caches before each measurement of Feather, as a decode step between two passes does.
+    cold: bool = False
 
 
 @dataclass(frozen=True)
@@ -259,9 +261,12 @@ def _feather(config: Config) -> Row:
     gc.freeze()  # as SGLang's server does after its start
     times: dict[str, list[float]] = {name: [] for name in ("pass", "first", "decision", "finish")}
 
+    evict = _evictor() if config.cold else _nothing
+
     def timed_pass(name: str, room: int) -> None:
         engine.max_running_requests = len(engine.running_batch.reqs) + room
         bare = min(_timed(engine.pass_without_feather) for _ in range(3))
+        evict()
         started = time.perf_counter()
         admitted = engine.scheduling_pass()
         times[name].append(time.perf_counter() - started - bare)
@@ -271,6 +276,7 @@ def _feather(config: Config) -> Row:
         timed_pass("first", 1)
         core, batch = engine.controller._core, engine.running_batch
         engine.controller._observe(batch)
+        evict()
         times["decision"].append(_timed(partial(core.plan, config.admit, 10**9)))
         core.confirm(())
         timed_pass("pass", config.admit)
@@ -336,6 +342,17 @@ def _index_costs(config: Config) -> tuple[float, float, int]:
     return statistics.median(arrivals) * 1e6, size / config.waiting, entries
 
 
+def _evictor() -> Callable[[], object]:
+    """Reads more memory than the processor's caches hold."""
+    import numpy
+
+    return numpy.ones(2**24).sum  # 128 MB
+
+
+def _nothing() -> None:
+    """Leave the caches as the last measurement left them."""
+
+
 def _timed(action: Callable[[], Any]) -> float:
     started = time.perf_counter()
     action()
@@ -343,12 +360,12 @@ def _timed(action: Callable[[], Any]) -> float:
 
 
 SWEEP_WAITING = (100, 1000, 4000, 16_000, 64_000)
-SWEEP_TOKENS = (512, 2048, 8192, 32_768)
+SWEEP_TOKENS = (512, 2048, 8192, 32_768, 100_000)
 
 
-def sweep(repeat: int, say: Callable[[str], None]) -> list[Row]:
+def sweep(repeat: int, say: Callable[[str], None], cold: bool = False) -> list[Row]:
     """Feather alone, one admission: queue lengths at 1,024 + 64 tokens, then prompt lengths at 1,000 waiting."""
-    base = Config(repeat=repeat, admit=1)
+    base = Config(repeat=repeat, admit=1, cold=cold)
     configs = [replace(base, waiting=waiting, prefix_tokens=1024) for waiting in SWEEP_WAITING]
     configs += [replace(base, waiting=1000, prefix_tokens=tokens - 64) for tokens in SWEEP_TOKENS]
     return [row for config in configs for row in run(config, ("feather",), say)]

@@ -25,14 +25,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
-from typing import NamedTuple
+from typing import Any, Final, NamedTuple
 
 from feather_sglang.cht.hashing import DEFAULT_CHUNK_SIZE, TokenIds, chunk_hashes
 
 # Heap keys pack (chunks, sequence number) into one integer: comparisons stay in C and ties go to the earliest.
-_SEQ_BITS = 40
-_NOTHING = 1 << 62  # the best of an empty heap; greater than every key
-_SLACK = 16  # a heap this small is never worth rebuilding
+_SEQ_BITS: Final = 40
+_NOTHING: Final = 1 << 62  # the best of an empty heap; greater than every key
+_SLACK: Final = 16  # a heap this small is never worth rebuilding
 
 
 class Candidate(NamedTuple):
@@ -53,6 +53,8 @@ class Run(NamedTuple):
     """Waiting requests that would be offered one after the other; see :meth:`ChunkedHashTree.best_run`."""
 
     rids: list[Hashable]
+    #: Of each, what :meth:`ChunkedHashTree.insert_hashes` was given.
+    notes: list[Any]
     #: Of each, as in ``Candidate``.
     missing: list[int]
     #: Waiting requests that activating each with ``ready=False`` would hold.
@@ -66,10 +68,11 @@ class Run(NamedTuple):
 class _Request:
     """Competes in the heap of the node where it ends while it waits (``support`` is 0)."""
 
-    __slots__ = ("best", "home", "rid", "support")
+    __slots__ = ("best", "home", "note", "rid", "support")
 
-    def __init__(self, rid: Hashable, home: _Node, key: int) -> None:
+    def __init__(self, rid: Hashable, note: Any, home: _Node, key: int) -> None:
         self.rid = rid
+        self.note = note
         self.home: _Node | None = home
         self.best = key
         self.support = 0
@@ -97,6 +100,7 @@ class _Node:
         "own",
         "ready",
         "support",
+        "top",
     )
 
     def __init__(self, home: _Node | None, label: array[int], depth: int) -> None:
@@ -112,6 +116,7 @@ class _Node:
         self.ready = False  # covered, and its KV is computed
         self.heap: list[tuple[int, _Request | _Node]] = []
         self.best = _NOTHING
+        self.top: _Request | _Node | None = None  # whose key ``best`` is: saves a way down the tree from the heaps
 
     def __lt__(self, other: object) -> bool:
         return False
@@ -142,6 +147,9 @@ class ChunkedHashTree:
         # common node are kept apart, since a request there costs common depth.
         self._inner: list[tuple[int, _Node]] = []
         self._outer: list[tuple[int, _Node]] = []
+        # What ``best_run`` took out of a node's heap: most is activated next, and would only be in the way there.
+        self._taken: list[tuple[int, _Request | _Node]] = []
+        self._taken_from: _Node | None = None
 
     # ---------------------------------------------------------------- reading
 
@@ -174,11 +182,16 @@ class ChunkedHashTree:
     @property
     def num_heap_entries(self) -> int:
         """Entries in all heaps, stale ones included: a small multiple of the requests. O(nodes); for reports."""
+        self._put_back()
         return sum(len(node.heap) for node in _walk(self._root)) + len(self._inner) + len(self._outer)
 
     def is_active(self, rid: Hashable) -> bool:
         """Whether the request is active. O(1). Raises ``KeyError`` for an unknown one."""
         return self._requests[rid].support > 0
+
+    def note(self, rid: Hashable) -> Any:
+        """What :meth:`insert_hashes` was given with the request. O(1). Raises ``KeyError`` for an unknown one."""
+        return self._requests[rid].note
 
     def depth(self, rid: Hashable) -> int:
         """The request's full chunks. O(1). Raises ``KeyError`` for an unknown one."""
@@ -228,6 +241,7 @@ class ChunkedHashTree:
         Requests held by a prefix that is not ready (see :meth:`activate`) are not offered.
         O(log W) amortised, plus the nodes from the frontier down to the request.
         """
+        self._put_back()
         inner = self._top(self._inner, inner=True)
         outer = self._top(self._outer, inner=False)
         if inner is None and outer is None:
@@ -243,6 +257,7 @@ class ChunkedHashTree:
         Only requests that share more than :attr:`base_depth` with some active request, and are not held, are offered.
         O(log W) amortised, plus the nodes between the common node and the one where the request branches off.
         """
+        self._put_back()
         node = self._nearest()
         return self._winner(node) if node is not None else None
 
@@ -253,38 +268,44 @@ class ChunkedHashTree:
         ``None`` only if ``best_sharing`` is ``None``. Cheaper than going one by one: O(log W) amortised a request, and
         the tree is left as it is.
         """
+        self._put_back()
         node = self._nearest()
         common = self._common
         if node is None or common is None:
             return None
         if node.depth < common.depth or self._num_active < 2:
             one = self._winner(node)  # it moves the common node, so what comes next is another question
-            return Run([one.rid], [one.missing], [_would_hold(node.heap[0][1])], one.delta, one.sharing)
+            hold = node.top.count - 1 if type(node.top) is _Node else 0
+            return Run([one.rid], [self.note(one.rid)], [one.missing], [hold], one.delta, one.sharing)
         rids: list[Hashable] = []
+        notes: list[Any] = []
         missing: list[int] = []
         holds: list[int] = []
-        heap, depth = node.heap, node.depth
+        heap, depth, taken, pop = node.heap, node.depth, self._taken, heappop
+        self._taken_from = node
         worst = self._rival(node) + (depth << _SEQ_BITS)
-        taken: list[tuple[int, _Request | _Node]] = []
         last: _Request | _Node | None = None
-        while limit and heap and heap[0][0] <= worst:
-            entry = heappop(heap)
+        while limit and heap:
+            entry = heap[0]
             key, each = entry
+            if key > worst:
+                break
+            pop(heap)
             if each is last or each.home is not node or each.best != key or each.support:
                 continue  # stale, or a double
             taken.append(entry)
             last = each
             missing.append((key >> _SEQ_BITS) - depth)
-            hold = 0
             if type(each) is _Node:
-                hold = each.count - 1
-                each = each.heap[0][1] if not hold and len(each.heap) == 1 else _winner_below(each)
-            holds.append(hold)
-            rids.append(each.rid)  # type: ignore[union-attr]
+                holds.append(each.count - 1)
+                each = _winner_below(each)
+            else:
+                holds.append(0)
+            assert type(each) is _Request
+            rids.append(each.rid)
+            notes.append(each.note)
             limit -= 1
-        for entry in taken:
-            heappush(heap, entry)
-        return Run(rids, missing, holds, 0, common.count)
+        return Run(rids, notes, missing, holds, 0, common.count)
 
     # --------------------------------------------------------------- changing
 
@@ -293,15 +314,17 @@ class ChunkedHashTree:
         self._refuse_duplicate(rid)
         self.insert_hashes(rid, chunk_hashes(token_ids, self.chunk_size, namespace=namespace))
 
-    def insert_hashes(self, rid: Hashable, hashes: Sequence[int]) -> None:
+    def insert_hashes(self, rid: Hashable, hashes: Sequence[int], note: Any = None) -> None:
         """Add a waiting request by its cumulative chunk hashes (see :func:`chunk_hashes`).
 
+        ``note`` is kept with it, for the caller: what a plan needs to know of a request is then at hand with it.
         O(chunks + path + log W), the chunks copied in C. Raises ``ValueError`` for a duplicate rid and
         ``OverflowError`` for a hash outside 0 to 2**64 - 1; nothing changes then.
         """
         self._refuse_duplicate(rid)
+        self._put_back()
         node = self._reach(array("Q", hashes))
-        request = _Request(rid, node, node.depth << _SEQ_BITS | self._next_seq)
+        request = _Request(rid, note, node, node.depth << _SEQ_BITS | self._next_seq)
         self._next_seq += 1
         self._requests[rid] = request
         node.own += 1
@@ -318,6 +341,7 @@ class ChunkedHashTree:
         O(log W) amortised per newly covered node, plus the path. Raises ``KeyError`` if it is unknown or active.
         """
         request = self._waiting(rid)
+        self._put_back()
         end = _node_of(request)
         request.support = 1
         _count(end, -1)
@@ -374,8 +398,8 @@ class ChunkedHashTree:
             request.support = leaf.support = leaf.active = 1
             leaf.count = 0
             leaf.ready = False
-            leaf.heap.clear()
-            leaf.best = _NOTHING
+            leaf.best = _NOTHING  # its heap is left alone: the entry in it is stale now
+            leaf.top = None
             above.support += 1
             above.covered_key ^= leaf.label[0]
             joined += 1
@@ -383,6 +407,7 @@ class ChunkedHashTree:
 
     def _finish_run(self, parent: _Node | None, joined: int) -> None:
         if parent is not None:
+            self._put_back()
             _count(parent, -joined)
             self._num_active += joined
             self._num_covered += joined
@@ -405,6 +430,7 @@ class ChunkedHashTree:
     def deactivate(self, rid: Hashable) -> None:
         """An active request waits again, in its old place among equals. Cost and errors as :meth:`activate`."""
         request = self._active(rid)
+        self._put_back()
         end = _node_of(request)
         request.support = 0
         _count(end, 1)
@@ -418,6 +444,7 @@ class ChunkedHashTree:
         for an unknown one.
         """
         request = self._requests.pop(rid)
+        self._put_back()
         end = _node_of(request)
         request.home = None
         end.own -= 1
@@ -467,7 +494,10 @@ class ChunkedHashTree:
         elif lower.best != _NOTHING:
             _push(upper, lower)
             upper.best = lower.best
+            upper.top = lower
             _push(parent, upper)
+            if parent.top is lower:
+                parent.top = upper
         return upper
 
     def _prune(self, node: _Node) -> None:
@@ -491,6 +521,8 @@ class ChunkedHashTree:
             self._num_covered -= 1
         elif child.best != _NOTHING:
             _push(parent, child)
+            if parent.top is node:
+                parent.top = child
 
     def _uncover(self, end: _Node) -> None:
         """An active request that ended here left the batch."""
@@ -539,6 +571,18 @@ class ChunkedHashTree:
         return root
 
     # ------------------------------------------------------------- the heaps
+
+    def _put_back(self) -> None:
+        """End what ``best_run`` began: entries of requests that still wait return to their heap."""
+        node = self._taken_from
+        if node is None:
+            return
+        self._taken_from = None
+        for entry in self._taken:
+            key, each = entry
+            if each.home is node and each.best == key and not each.support:
+                heappush(node.heap, entry)
+        self._taken.clear()
 
     def _refresh(self, node: _Node) -> None:
         """A node's contestants changed: carry its new best up through the uncovered nodes, to the frontier."""
@@ -655,6 +699,7 @@ class ChunkedHashTree:
 
     def _check(self) -> None:
         """Assert every invariant. O(everything); for tests."""
+        self._put_back()
         root = self._root
         assert not _NO_CHILDREN
         assert root.home is None and root.depth == 0 and root.ready
@@ -685,6 +730,7 @@ class ChunkedHashTree:
             contestants: list[_Request | _Node] = [*waiting]
             contestants += [child for child in children if not child.support and child.best != _NOTHING]
             assert node.best == min((each.best for each in contestants), default=_NOTHING)
+            assert node.top is next((each for each in contestants if each.best == node.best), None)
             entries = {(key, id(each)) for key, each in node.heap}
             assert all((each.best, id(each)) in entries for each in contestants)
             assert len(node.heap) <= 2 * (len(node.children) + node.own) + _SLACK
@@ -726,15 +772,11 @@ def _covered_node(node: _Node) -> _Node:
 
 def _winner_below(node: _Node) -> _Request:
     """The best waiting request at or below a node that has one."""
-    at: _Node | _Request = node
-    while isinstance(at, _Node):
-        _live_best(at)
-        at = at.heap[0][1]
+    at: _Node | _Request | None = node
+    while type(at) is _Node:
+        at = at.top
+    assert type(at) is _Request
     return at
-
-
-def _would_hold(contestant: _Request | _Node) -> int:
-    return contestant.count - 1 if type(contestant) is _Node else 0
 
 
 def _missing_key(node: _Node) -> int:
@@ -749,13 +791,15 @@ def _count(node: _Node, by: int) -> None:
 
 
 def _live_best(node: _Node) -> int:
-    """Drop stale entries from the top of a node's heap and return the best key."""
+    """Drop stale entries from the top of a node's heap, note whose entry is first then, and return its key."""
     heap = node.heap
     while heap:
         key, each = heap[0]
         if each.home is node and each.best == key and not each.support:
+            node.top = each
             return key
         heappop(heap)
+    node.top = None
     return _NOTHING
 
 

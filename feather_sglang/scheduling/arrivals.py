@@ -2,65 +2,114 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Iterator
+from collections import deque
+from collections.abc import Hashable, Iterator
 from heapq import merge
-from operator import itemgetter
 
 from sortedcontainers import SortedDict
 
+_SLACK = 64  # a list this short is never worth rebuilding
+
+
+class Ticket:
+    """A request's place in the order of arrival."""
+
+    __slots__ = ("listed", "rid", "seq", "since", "tokens", "waits")
+
+    def __init__(self, rid: Hashable, seq: int, since: int, tokens: int) -> None:
+        self.rid = rid
+        #: Order of arrival, unique.
+        self.seq = seq
+        #: Value of the scheduler's pass counter at arrival.
+        self.since = since
+        #: Length of the prompt.
+        self.tokens = tokens
+        self.waits = False  # kept by ArrivalOrder, as is the next
+        self.listed = False
+
 
 class ArrivalOrder:
-    """Sequence numbers to requests, in ascending order.
+    """Tickets of the waiting requests, by ascending ``seq``.
 
-    Nearly all numbers come in ascending order and go into a linked list; those that come back later (retracted, or
-    planned and not admitted) are kept sorted on the side.
+    Nearly all numbers come in ascending order and go to the end of a list; those that come back later (retracted, or
+    planned and not admitted) are kept sorted on the side. Whoever stops waiting keeps an entry in the list until it
+    comes to the front, or more than half of the list is such entries; so leaving touches nothing but the ticket.
     """
 
     def __init__(self) -> None:
-        self._fresh: OrderedDict[int, Hashable] = OrderedDict()
+        self._listed: deque[Ticket] = deque()
         self._returned: SortedDict = SortedDict()
         self._last = -1
+        self._num_waiting = 0
 
     def __len__(self) -> int:
-        return len(self._fresh) + len(self._returned)
+        return self._num_waiting
 
-    def __iter__(self) -> Iterator[Hashable]:
-        """The requests, the longest waiting first."""
-        if not self._returned:
-            return iter(self._fresh.values())
+    def __iter__(self) -> Iterator[Ticket]:
+        """The tickets, the longest waiting first."""
         # Lazily, and with no generator expression: compiled, that would be a list of everybody.
-        return map(itemgetter(1), merge(self._returned.items(), self._fresh.items()))
+        listed = filter(_waits, self._listed)
+        return merge(self._returned.values(), listed, key=_seq) if self._returned else listed
 
-    def add(self, seq: int, rid: Hashable) -> None:
-        """O(1) for a number greater than all before, else O(log R) for R that came back."""
-        if seq > self._last:
-            self._fresh[seq] = rid
-            self._last = seq
+    def add(self, ticket: Ticket) -> None:
+        """O(1) for a number greater than all before or still listed, else O(log R) for R that came back."""
+        if ticket.waits:
+            raise ValueError(f"request {ticket.rid!r} waits already")
+        ticket.waits = True
+        self._num_waiting += 1
+        if ticket.listed:
+            return
+        if ticket.seq > self._last:
+            ticket.listed = True
+            self._listed.append(ticket)
+            self._last = ticket.seq
         else:
-            self._returned[seq] = rid
+            self._returned[ticket.seq] = ticket
 
-    def discard(self, seq: int) -> None:
-        """Take a request out, if it is there. O(1), or O(log R) for one that came back."""
-        self.discard_all((seq,))
+    def discard(self, ticket: Ticket) -> None:
+        """Take a request out, if it is there. O(1) amortised, or O(log R) for one that came back."""
+        if not ticket.waits:
+            return
+        ticket.waits = False
+        self._num_waiting -= 1
+        if not ticket.listed:
+            del self._returned[ticket.seq]
+        elif len(self._listed) > 2 * self._num_waiting + _SLACK:
+            self._rebuild()
 
-    def discard_all(self, seqs: Iterable[int]) -> None:
-        """:meth:`discard` each."""
-        pop = self._fresh.pop
-        absent = [seq for seq in seqs if pop(seq, None) is None]
-        for seq in absent:
-            self._returned.pop(seq, None)
-
-    def first(self) -> tuple[int, Hashable]:
-        """The longest waiting request. O(1). Raises ``StopIteration`` if nobody waits."""
+    def first(self) -> Ticket:
+        """The longest waiting request. O(1) amortised. Raises ``IndexError`` if nobody waits."""
+        listed = self._listed
+        while listed and not listed[0].waits:
+            listed.popleft().listed = False
         if not self._returned:
-            return next(iter(self._fresh.items()))
-        back: tuple[int, Hashable] = self._returned.peekitem(0)
-        fresh = next(iter(self._fresh.items()), None)
-        return back if fresh is None or back[0] < fresh[0] else fresh
+            return listed[0]
+        back: Ticket = self._returned.peekitem(0)[1]
+        return back if not listed or back.seq < listed[0].seq else listed[0]
+
+    def _rebuild(self) -> None:
+        kept: deque[Ticket] = deque()
+        for ticket in self._listed:
+            if ticket.waits:
+                kept.append(ticket)
+            else:
+                ticket.listed = False
+        self._listed = kept
 
     def _check(self) -> None:
         """Assert every invariant. O(everything); for tests."""
-        assert list(self._fresh) == sorted(self._fresh)
-        assert not self._fresh.keys() & self._returned.keys()
-        assert all(seq <= self._last for seq in (*self._fresh, *self._returned))
+        numbers = [ticket.seq for ticket in self._listed]
+        assert numbers == sorted(set(numbers)) and all(ticket.listed for ticket in self._listed)
+        assert all(seq == back.seq and back.waits and not back.listed for seq, back in self._returned.items())
+        assert not self._returned.keys() & set(numbers)
+        assert all(seq <= self._last for seq in (*numbers, *self._returned))
+        assert self._num_waiting == len(self._returned) + sum(ticket.waits for ticket in self._listed)
+        assert len(self._listed) <= 2 * self._num_waiting + _SLACK + len(self._returned)
+
+
+def _waits(ticket: Ticket) -> bool:
+    return ticket.waits
+
+
+def _seq(ticket: Ticket) -> int:
+    return ticket.seq

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from mypy_extensions import mypyc_attr
 
 from feather_sglang.cht import ChunkedHashTree, Run
-from feather_sglang.scheduling.arrivals import ArrivalOrder
+from feather_sglang.scheduling.arrivals import ArrivalOrder, Ticket
 from feather_sglang.scheduling.policy import BatchingPolicy, BatchState, StaticPolicy
 from feather_sglang.scheduling.settings import Settings
 
@@ -40,12 +40,6 @@ class Plan(NamedTuple):
     stop: Stop
 
 
-class _Waiting(NamedTuple):
-    seq: int  # order of arrival
-    since: int  # value of the pass counter at arrival
-    tokens: int
-
-
 @mypyc_attr(allow_interpreted_subclasses=True)
 class FeatherScheduler:
     """Decides whom the engine should admit.
@@ -66,7 +60,6 @@ class FeatherScheduler:
         self._policy: BatchingPolicy = policy if policy is not None else StaticPolicy(settings, max_batch)
         self._chunk_size = settings.chunk_size
         self._max_passes = settings.max_passes
-        self._info: dict[Hashable, _Waiting] = {}
         self._queue = ArrivalOrder()  # those who wait
         self._active: dict[Hashable, None] = {}  # in order of admission
         self._computing: dict[Hashable, None] = {}  # active, prefix not fully computed yet; in order of admission
@@ -74,6 +67,7 @@ class FeatherScheduler:
         self._passes = 0  # passes in which somebody was passed over
         self._deadline = 0  # value of _passes at which the longest waiting request must be served
         self._planned: list[Hashable] = []  # the open plan
+        self._tickets: list[Ticket] = []  # of those planned
         self._activated = 0  # how many of it the tree has as active already
         self._open = False
         self._stop = Stop.EMPTY
@@ -84,23 +78,25 @@ class FeatherScheduler:
 
     def arrive(self, rid: Hashable, hashes: Sequence[int], num_tokens: int) -> None:
         """A request starts to wait. ``hashes`` as from ``chunk_hashes``. Raises ``ValueError`` for a known rid."""
-        self.tree.insert_hashes(rid, hashes)
-        self._info[rid] = _Waiting(self._next_seq, self._passes, num_tokens)
-        self._queue.add(self._next_seq, rid)
+        ticket = Ticket(rid, self._next_seq, self._passes, num_tokens)
+        self.tree.insert_hashes(rid, hashes, ticket)
+        self._queue.add(ticket)
         self._next_seq += 1
         self._settled = False
 
     def admit(self, rid: Hashable) -> None:
         """The engine admitted a waiting request outside the plan. Raises ``KeyError`` if it is not waiting."""
-        self._activate([rid])
+        self._activate([rid], [self._ticket(rid)])
         self._settled = False
 
     def leave(self, rid: Hashable) -> None:
         """A request finished or was aborted, running or waiting. Raises ``KeyError`` for an unknown one."""
+        ticket = self._ticket(rid)
         self.tree.remove(rid)
         self._active.pop(rid, None)
         self._computing.pop(rid, None)
-        self._queue.discard(self._info.pop(rid).seq)
+        self._queue.discard(ticket)
+        ticket.rid = None  # the queue may keep the ticket for a while, but not what the engine calls a request
         self._settled = False
 
     def retract(self, rid: Hashable) -> None:
@@ -113,7 +109,7 @@ class FeatherScheduler:
 
         Those who wait for that prefix can follow now. Raises ``KeyError`` if it is not active.
         """
-        if num_tokens is not None and num_tokens >= self._info[rid].tokens:
+        if num_tokens is not None and num_tokens >= self._ticket(rid).tokens:
             num_tokens = None
         self.tree.mark_ready(rid, None if num_tokens is None else num_tokens // self._chunk_size)
         if num_tokens is None:
@@ -123,12 +119,12 @@ class FeatherScheduler:
     # -------------------------------------------------------------- inspection
 
     def __contains__(self, rid: Hashable) -> bool:
-        return rid in self._info
+        return rid in self.tree
 
     @property
     def waiting(self) -> Iterable[Hashable]:
         """Waiting requests, by arrival."""
-        return self._queue
+        return map(_rid, self._queue)
 
     @property
     def active(self) -> Iterable[Hashable]:
@@ -167,12 +163,14 @@ class FeatherScheduler:
         self.confirm(())
         self._open = True
         self._forced = False
-        self._planned = []
+        planned: list[Hashable] = []
+        tickets: list[Ticket] = []
+        self._planned, self._tickets = planned, tickets
         self._activated = 0
         # Waiting requests that will join once the prefixes now being prefilled are computed.
         held = sum(self.tree.held_behind(rid) for rid in self._computing)
         stop: Stop | None = None
-        info, chunk_size = self._info, self._chunk_size
+        chunk_size = self._chunk_size
         while stop is None:
             if slots <= 0 or token_budget <= 0:
                 stop = Stop.SLOTS if slots <= 0 else Stop.TOKENS
@@ -183,20 +181,23 @@ class FeatherScheduler:
                 stop = Stop.HELD if self._queue else Stop.EMPTY
                 break
             batch = self.tree.num_active
-            state = BatchState(batch, run.delta if batch > 1 else 0, run.sharing, related, held)
-            allowed = len(run.rids) if must else self._policy.admit_run(state, run.holds)
-            if allowed < len(run.rids):
-                stop = Stop.HELD if held or any(run.holds[:allowed]) else Stop.POLICY
-            for rid, missing in zip(run.rids[:allowed], run.missing, strict=False):
+            rids, notes, missing, holds, delta, sharing = run
+            state = BatchState(batch, delta if batch > 1 else 0, sharing, related, held)
+            allowed = len(rids) if must else self._policy.admit_run(state, holds)
+            if allowed < len(rids):
+                stop = Stop.HELD if held or any(holds[:allowed]) else Stop.POLICY
+            for number in range(allowed):
                 if token_budget <= 0:
                     stop = Stop.TOKENS
                     break
-                self._planned.append(rid)
-                token_budget -= missing * chunk_size + info[rid].tokens % chunk_size or 1
-            held += sum(run.holds[:allowed])
+                ticket: Ticket = notes[number]
+                planned.append(rids[number])
+                tickets.append(ticket)
+                token_budget -= missing[number] * chunk_size + ticket.tokens % chunk_size or 1
+            held += sum(holds[:allowed])
             slots -= allowed
         self._stop = stop
-        return Plan(list(self._planned), stop)
+        return Plan(list(planned), stop)
 
     def confirm(self, admitted: Iterable[Hashable]) -> None:
         """What the engine really admitted of the last plan; the others wait on, in their old places.
@@ -206,60 +207,73 @@ class FeatherScheduler:
         if not self._open:
             return
         self._open = False
-        planned, activated = self._planned, self._activated
-        self._planned = []
+        planned, tickets, activated = self._planned, self._tickets, self._activated
+        self._planned, self._tickets = [], []
         ran = set(admitted)
         newest = -1
-        self._activate([rid for rid in planned[activated:] if rid in ran])
+        joined: list[Hashable] = []
+        joined_tickets: list[Ticket] = []
         for number, rid in enumerate(planned):
+            ticket = tickets[number]
             if rid in ran:
-                newest = max(newest, self._info[rid].seq)
+                newest = max(newest, ticket.seq)
+                if number >= activated:
+                    joined.append(rid)
+                    joined_tickets.append(ticket)
             elif number < activated:
                 self._deactivate(rid)
+        self._activate(joined, joined_tickets)
         if not self._queue:
             return
-        seq, oldest = self._queue.first()
+        oldest = self._queue.first()
         by_choice = ran.issuperset(planned) and self._stop in (Stop.HELD, Stop.POLICY)
-        if by_choice or seq < newest:
+        if by_choice or oldest.seq < newest:
             self._passes += 1
-        self._deadline = self._info[oldest].since + self._max_passes
+        self._deadline = oldest.since + self._max_passes
         self._settled = by_choice and not planned
 
     def _activate_planned(self) -> None:
-        self._activate(self._planned[self._activated :])
+        self._activate(self._planned[self._activated :], self._tickets[self._activated :])
         self._activated = len(self._planned)
 
     def _next_run(self, slots: int) -> tuple[Run | None, bool, bool]:
         """Whom to consider next; whether they are related to the batch; whether the policy is not to be asked."""
         if not self._queue:
             return None, False, False
-        oldest = self._queue.first()[1]
-        overdue = not self._forced and self._passes >= self._info[oldest].since + self._max_passes
+        oldest = self._queue.first()
+        overdue = not self._forced and self._passes >= oldest.since + self._max_passes
         if overdue or not self.tree.num_active:
             self._forced = overdue or self._forced  # once a pass: a long queue must not turn it all into FCFS
-            return self._alone(oldest), False, True
+            return self._alone(oldest.rid), False, True
         run = self.tree.best_run(slots)
         if run is not None:
             return run, True, False
-        for rid in islice(self._queue, _SCAN):
-            if not self.tree.held(rid):
-                return self._alone(rid), False, False
+        for ticket in islice(self._queue, _SCAN):
+            if not self.tree.held(ticket.rid):
+                return self._alone(ticket.rid), False, False
         return None, False, False
 
     def _alone(self, rid: Hashable) -> Run:
         one = self.tree.candidate(rid)
-        return Run([rid], [one.missing], [self.tree.would_hold(rid)], one.delta, one.sharing)
+        return Run([rid], [self._ticket(rid)], [one.missing], [self.tree.would_hold(rid)], one.delta, one.sharing)
 
-    def _activate(self, rids: Sequence[Hashable]) -> None:
+    def _ticket(self, rid: Hashable) -> Ticket:
+        ticket: Ticket = self.tree.note(rid)
+        return ticket
+
+    def _activate(self, rids: Sequence[Hashable], tickets: Sequence[Ticket]) -> None:
+        if not rids:
+            return
         self.tree.activate_run(rids)
-        self._queue.discard_all([self._info[rid].seq for rid in rids])
+        for ticket in tickets:
+            self._queue.discard(ticket)
         now = dict.fromkeys(rids)
         self._active.update(now)
         self._computing.update(now)
 
     def _deactivate(self, rid: Hashable) -> None:
         self.tree.deactivate(rid)
-        self._queue.add(self._info[rid].seq, rid)
+        self._queue.add(self._ticket(rid))
         del self._active[rid]
         self._computing.pop(rid, None)
 
@@ -267,14 +281,18 @@ class FeatherScheduler:
         """Assert every invariant. O(everything); for tests."""
         self.tree._check()
         assert self.tree.num_waiting == len(self._queue)
-        assert len(self.tree) == len(self._info)
         self._queue._check()
-        waiting = list(self._queue)
-        assert waiting == sorted(waiting, key=lambda rid: self._info[rid].seq)
+        waiting = list(self.waiting)
+        assert waiting == sorted(waiting, key=lambda rid: self._ticket(rid).seq)
         assert not any(self.tree.is_active(rid) for rid in waiting)
         assert len(self._active) == self.tree.num_active
         for rid in self._active:
             assert self.tree.is_active(rid)
         assert self._computing.keys() <= self._active.keys()
+        assert [ticket.rid for ticket in self._tickets] == self._planned
         for number, rid in enumerate(self._planned):
             assert self.tree.is_active(rid) == (number < self._activated)
+
+
+def _rid(ticket: Ticket) -> Hashable:
+    return ticket.rid

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 
 
@@ -13,9 +14,11 @@ def calls_during(action) -> int:
         nonlocal count
         count += event in ("call", "c_call")
 
+    gc.disable()  # a collection calls whatever is registered for it
     sys.setprofile(profile)
     try:
         action()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return count

@@ -79,7 +79,7 @@ class Engine:
 def agrees(engine):
     core = engine.controller._core
     core._check()
-    assert list(core.waiting) == sorted(core.waiting, key=lambda r: core._info[r].seq)
+    assert list(core.waiting) == sorted(core.waiting, key=lambda r: core.tree.note(r).seq)
     assert set(core.waiting) == set(engine.waiting_queue)
     engine.controller._check_order(engine.waiting_queue)
     assert set(core.active) == set(engine.running_batch.reqs)

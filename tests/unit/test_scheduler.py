@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import random
 
 import pytest
@@ -364,3 +365,42 @@ def test_deciding_a_run_at_once_is_deciding_one_by_one(batch, delta, sharing, re
     policy = StaticPolicy(Settings(), 64)
     state = BatchState(batch, delta, sharing, related, 0)
     assert policy.admit_run(state, holds) == BatchingPolicy.admit_run(policy, state, holds)
+
+
+def test_a_million_operations_leave_no_more_behind_than_a_hundred_thousand():
+    scheduler = FeatherScheduler(Settings(min_batch=2), 64)
+    rng = random.Random(5)
+    running, waiting, sizes, number, done = [], [], [], 0, 0
+    baseline = len(gc.get_objects())
+    for target in (100_000, 1_000_000):
+        while done < target:
+            while len(waiting) < 500:
+                group = rng.randrange(8)
+                scheduler.arrive(number, [group * 10, group * 10 + 1, 1000 + number], 3 * 64)
+                waiting.append(number)
+                number, done = number + 1, done + 1
+            for _ in range(40):  # aborts, from anywhere
+                at = rng.randrange(len(waiting))
+                waiting[at], waiting[-1] = waiting[-1], waiting[at]
+                scheduler.leave(waiting.pop())
+            plan = scheduler.plan(64 - len(running), 10**9).order
+            scheduler.confirm(plan)
+            chosen = set(plan)
+            waiting = [rid for rid in waiting if rid not in chosen]
+            for rid in plan:
+                scheduler.progress(rid, None)
+            running += plan
+            for rid in running[::2]:
+                scheduler.leave(rid)
+            back = running[1::4]  # retracted
+            for rid in back:
+                scheduler.retract(rid)
+            waiting += back
+            gone = set(running[::2] + back)
+            running = [rid for rid in running if rid not in gone]
+            done += 42 + 3 * len(plan)
+        gc.collect()
+        sizes.append((scheduler.tree.num_heap_entries, len(scheduler._queue._listed), len(gc.get_objects()) - baseline))
+    scheduler._check()
+    for early, late in zip(*sizes, strict=True):
+        assert late < 1.2 * early + 500, sizes
