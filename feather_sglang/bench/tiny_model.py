@@ -1,19 +1,38 @@
-"""A small Llama with random weights and a word tokenizer: a real model, with nothing to download."""
+"""Small Llamas with random weights and a word tokenizer: real models, with nothing to download."""
 
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 from pathlib import Path
 
 _SPECIAL = ("<s>", "</s>", "<unk>")
 
 
-def make_tiny_model(folder: Path, seed: int = 0) -> Path:
+@dataclass(frozen=True)
+class Shape:
+    """A Llama's sizes; the vocabulary is always 2,048 words."""
+
+    layers: int = 2
+    hidden: int = 128
+    mlp: int = 256
+    heads: int = 2
+    kv_heads: int = 2
+    head_dim: int = 64
+
+
+#: About 3 MB in fp32.
+TINY = Shape()
+#: Decode attention dominates its steps, as it does on a GPU with long prompts: nearly no weights, and 2 KB of fp32 KV a
+#: token and layer; see docs/locality.md.
+ATTENTION = Shape(layers=2, hidden=128, mlp=128, heads=2, kv_heads=2, head_dim=128)
+
+
+def make_tiny_model(folder: Path, seed: int = 0, shape: Shape = TINY) -> Path:
     """Write model and tokenizer into ``folder``, unless they are there already; returns it.
 
-    Two layers, hidden size 128, two heads of 64, a vocabulary of 2,048 words, fp32; about 3 MB. One word is one token,
-    so that a benchmark's prompt has exactly the length it asked for. Needs torch, transformers and tokenizers, which
-    come with sglang.
+    fp32. One word is one token, so that a benchmark's prompt has exactly the length it asked for. Needs torch,
+    transformers and tokenizers, which come with sglang.
     """
     if (folder / "model.safetensors").exists() and (folder / "tokenizer.json").exists():
         return folder
@@ -32,12 +51,12 @@ def make_tiny_model(folder: Path, seed: int = 0) -> Path:
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(vocabulary),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=64,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.mlp,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
         max_position_embeddings=32768,
         bos_token_id=0,
         eos_token_id=1,
