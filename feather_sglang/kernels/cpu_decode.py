@@ -10,6 +10,7 @@ Needs numba and numpy alone. The arithmetic is fp32 whatever the KV is stored in
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -32,6 +33,15 @@ _FAST = ("fast",)
 #: Below every logit; finite, since fast arithmetic knows no infinity.
 _LOWEST = np.float32(-3e38)
 _ZERO = np.float32(0)
+
+
+def _compiled(function: Any, parallel: bool = False) -> Any:
+    """To machine code, at the first call; kept on disk if there is a place for it."""
+    options = {"fastmath": True, "error_model": "numpy", "parallel": parallel}
+    try:
+        return njit(function, cache=True, **options)
+    except RuntimeError:  # nowhere to write
+        return njit(function, **options)
 
 
 def decode_attention(
@@ -76,11 +86,15 @@ def decode_attention(
     _decode_together(*arguments, parts)
 
 
-def warm_up(kv_type: Any, threads: int) -> None:
+def warm_up(kv_type: Any, threads: int) -> int:
     """Compile for this type of KV (float32, uint16 or int16), or load what was compiled before.
 
     Takes about 15 s the first time and less than one after that: numba keeps the machine code in ``__pycache__``, or
     in the user's cache folder where that can't be written.
+
+    Returns:
+        How many threads may be used: ``threads``, or 1 where numba has no threading layer that several threads of a
+        process can use.
     """
     arrays = (
         np.ones((1, 1, 1), np.float32),
@@ -93,9 +107,26 @@ def warm_up(kv_type: Any, threads: int) -> None:
         np.float32(1),
         np.float32(0),
     )
-    _decode_alone(*arrays)
-    if threads > 1:
-        _decode_together(*arrays, 1)
+    _keeping_on(_decode_alone, *arrays)
+    if threads == 1:
+        return 1
+    if numba.config.THREADING_LAYER == "default":
+        numba.config.THREADING_LAYER = "threadsafe"  # the default may be a work queue, which is not
+    try:
+        _keeping_on(_decode_together, *arrays, 1)
+    except ValueError:  # no such layer
+        return 1
+    return threads
+
+
+def _keeping_on(function: Any, *arguments: Any) -> None:
+    """Call it although its code, or that of what it calls, can't be written to the cache."""
+    for _ in range(20):
+        try:
+            return function(*arguments)
+        except OSError:
+            continue  # by now the function in question is compiled, in this process
+    return function(*arguments)
 
 
 # ------------------------------------------------------------------- numbers
@@ -124,7 +155,9 @@ def _splat(builder: Any, scalar: Any, kind: Any) -> Any:
     """LLVM: a vector that holds the number in every lane."""
     nothing = ir.Constant(kind, ir.Undefined)
     first = builder.insert_element(nothing, scalar, ir.Constant(ir.IntType(32), 0))
-    return builder.shuffle_vector(first, nothing, ir.Constant(ir.VectorType(ir.IntType(32), kind.count), [0] * kind.count))
+    return builder.shuffle_vector(
+        first, nothing, ir.Constant(ir.VectorType(ir.IntType(32), kind.count), [0] * kind.count)
+    )
 
 
 def _vector(builder: Any, array: Any, address: Any, column: Any, lanes: int) -> Any:
@@ -279,14 +312,14 @@ def _exp(x: Any) -> Any:
 # cache more easily than all heads', and where two threads meet in the middle of a request, their parts are merged.
 
 
-@njit(fastmath=True, cache=True, error_model="numpy")
+@_compiled
 def _decode_alone(query, keys, values, slots, rows, lengths, out, scale, soft_cap):  # type: ignore[no-untyped-def]
     """``decode_attention`` on the calling thread."""
     left = _left_overs(1, query, keys, out)
     _stretch(0, 1, query, keys, values, slots, rows, lengths, out, scale, soft_cap, left)
 
 
-@njit(parallel=True, fastmath=True, cache=True, error_model="numpy")
+@functools.partial(_compiled, parallel=True)
 def _decode_together(query, keys, values, slots, rows, lengths, out, scale, soft_cap, parts):  # type: ignore[no-untyped-def]
     """``decode_attention`` on ``parts`` threads."""
     left = _left_overs(parts, query, keys, out)
@@ -295,7 +328,7 @@ def _decode_together(query, keys, values, slots, rows, lengths, out, scale, soft
     _merge(left, out)
 
 
-@njit(cache=True)
+@_compiled
 def _left_overs(parts, query, keys, out):  # type: ignore[no-untyped-def]
     """Room for what a thread has of requests that it does not work on alone: at its stretch's begin and end.
 
@@ -311,7 +344,7 @@ def _left_overs(parts, query, keys, out):  # type: ignore[no-untyped-def]
     )
 
 
-@njit(fastmath=True, cache=True, error_model="numpy")
+@_compiled
 def _stretch(part, parts, query, keys, values, slots, rows, lengths, out, scale, soft_cap, left):  # type: ignore[no-untyped-def]
     """Do the ``part``-th of ``parts`` equal stretches of the line."""
     owner, all_sums, all_tops, all_weights = left
@@ -347,7 +380,7 @@ def _stretch(part, parts, query, keys, values, slots, rows, lengths, out, scale,
             all_weights[part, side] = weights
 
 
-@njit(fastmath=True, cache=True, error_model="numpy")
+@_compiled
 def _merge(left, out):  # type: ignore[no-untyped-def]
     """Put together the requests that several threads worked on; their parts follow each other."""
     owner, all_sums, all_tops, all_weights = left
@@ -380,7 +413,7 @@ def _merge(left, out):  # type: ignore[no-untyped-def]
         _finish(sums, weights, out[request, head * group : (head + 1) * group])
 
 
-@njit(fastmath=True, cache=True, error_model="numpy")
+@_compiled
 def _finish(sums, weights, out):  # type: ignore[no-untyped-def]
     """The weighted sum becomes a mean; all ``[group, ...]``."""
     for g in range(sums.shape[0]):
@@ -392,7 +425,7 @@ def _finish(sums, weights, out):  # type: ignore[no-untyped-def]
 # ------------------------------------------------------- one head of a request
 
 
-@njit(fastmath=True, cache=True, error_model="numpy")
+@_compiled
 def _attend(query, keys, values, slots, head, start, stop, scale, soft_cap, logits, sums, tops, weights):  # type: ignore[no-untyped-def]
     """One KV head, one request's tokens ``start`` to ``stop``: online softmax, a tile of tokens at a time.
 
@@ -440,7 +473,7 @@ def _four(slots, at, last):  # type: ignore[no-untyped-def]
     )
 
 
-@njit(fastmath=True, cache=True, error_model="numpy")
+@_compiled
 def _logits(query, keys, slots, head, first, count, last, scale, logits):  # type: ignore[no-untyped-def]
     """``logits[g, t] = scale * query[g] . keys[slot of token first + t]``."""
     group = query.shape[0]
@@ -457,7 +490,7 @@ def _logits(query, keys, slots, head, first, count, last, scale, logits):  # typ
                 logits[group - 1, t + r] = alone[r] * scale
 
 
-@njit(fastmath=True, cache=True, error_model="numpy")
+@_compiled
 def _add_values(logits, values, slots, head, first, count, last, sums):  # type: ignore[no-untyped-def]
     """``sums[g] += sum over t of logits[g, t] * values[slot of token first + t]``."""
     group = sums.shape[0]

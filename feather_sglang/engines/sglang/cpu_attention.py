@@ -26,13 +26,6 @@ _STORED_AS = {torch.float32: torch.float32, torch.bfloat16: torch.uint16, torch.
 _NUMPY = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.int16}
 
 
-def choose_threading_layer() -> None:
-    """OpenMP, where numba has it: its other layer, a work queue, must not be used from two threads at once."""
-    import numba
-
-    numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
-
-
 class FeatherCpuBackend(TorchNativeAttnBackend):  # type: ignore[misc]  # sglang is not typed
     """Decode straight from ``[slots, kv_heads, head_dim]`` buffers, through the rows of ``req_to_token``.
 
@@ -50,9 +43,8 @@ class FeatherCpuBackend(TorchNativeAttnBackend):  # type: ignore[misc]  # sglang
         self._views: dict[int, tuple[int, np.ndarray, np.ndarray]] = {}
         stored = _NUMPY.get(self.token_to_kv_pool.dtype)
         if stored is not None:
-            choose_threading_layer()
             started = time.perf_counter()
-            cpu_decode.warm_up(stored, self._threads)
+            self._threads = cpu_decode.warm_up(stored, self._threads)
             logger.info(
                 "feather_cpu: paged decode attention, %s KV, %d threads; compiled or loaded in %.1f s",
                 self.token_to_kv_pool.dtype,
