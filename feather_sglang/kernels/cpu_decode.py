@@ -10,15 +10,15 @@ Needs numba and numpy alone. The arithmetic is fp32 whatever the KV is stored in
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
 
-import numba
 import numpy as np
 from llvmlite import ir
-from numba import njit, prange, types
+from numba import carray, cfunc, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -28,6 +28,8 @@ TILE = 64
 _LANES = 16
 #: Below this many multiplications waking a second thread costs more than it saves.
 _SMALL = 1 << 18
+#: More than there are functions here, each of which may fail to be cached.
+_ATTEMPTS = 20
 
 _FAST = ("fast",)
 #: Below every logit; finite, since fast arithmetic knows no infinity.
@@ -35,13 +37,12 @@ _LOWEST = np.float32(-3e38)
 _ZERO = np.float32(0)
 
 
-def _compiled(function: Any, parallel: bool = False) -> Any:
+def _compiled(function: Any) -> Any:
     """To machine code, at the first call; kept on disk if there is a place for it."""
-    options = {"fastmath": True, "error_model": "numpy", "parallel": parallel}
     try:
-        return njit(function, cache=True, **options)
+        return njit(function, fastmath=True, error_model="numpy", cache=True)
     except RuntimeError:  # nowhere to write
-        return njit(function, **options)
+        return njit(function, fastmath=True, error_model="numpy")
 
 
 def decode_attention(
@@ -76,27 +77,21 @@ def decode_attention(
     O(sum of lengths x query_heads x head_dim) time; each K and V row is read once for each KV head and request. Memory
     besides the arrays: a few kB a thread.
     """
-    work = int(lengths.sum()) * query.shape[1] * query.shape[2]
-    parts = 1 if work < _SMALL else min(threads, numba.config.NUMBA_NUM_THREADS)
     arguments = (query, keys, values, slots, rows, lengths, out, np.float32(scale), np.float32(soft_cap))
-    if parts == 1:
+    work = int(lengths.sum()) * query.shape[1] * query.shape[2]
+    if threads == 1 or work < _SMALL:
         _decode_alone(*arguments)
-        return
-    numba.set_num_threads(parts)  # of the calling thread, hence at every call
-    _decode_together(*arguments, parts)
+    else:
+        _decode_together(arguments, threads)
 
 
-def warm_up(kv_type: Any, threads: int) -> int:
+def warm_up(kv_type: Any) -> None:
     """Compile for this type of KV (float32, uint16 or int16), or load what was compiled before.
 
-    Takes about 15 s the first time and less than one after that: numba keeps the machine code in ``__pycache__``, or
+    Takes about 10 s the first time and less than one after that: numba keeps the machine code in ``__pycache__``, or
     in the user's cache folder where that can't be written.
-
-    Returns:
-        How many threads may be used: ``threads``, or 1 where numba has no threading layer that several threads of a
-        process can use.
     """
-    arrays = (
+    arguments = (
         np.ones((1, 1, 1), np.float32),
         np.zeros((1, 1, 1), kv_type),
         np.zeros((1, 1, 1), kv_type),
@@ -107,26 +102,15 @@ def warm_up(kv_type: Any, threads: int) -> int:
         np.float32(1),
         np.float32(0),
     )
-    _keeping_on(_decode_alone, *arrays)
-    if threads == 1:
-        return 1
-    if numba.config.THREADING_LAYER == "default":
-        numba.config.THREADING_LAYER = "threadsafe"  # the default may be a work queue, which is not
-    try:
-        _keeping_on(_decode_together, *arrays, 1)
-    except ValueError:  # no such layer
-        return 1
-    return threads
-
-
-def _keeping_on(function: Any, *arguments: Any) -> None:
-    """Call it although its code, or that of what it calls, can't be written to the cache."""
-    for _ in range(20):
+    for attempt in range(_ATTEMPTS):
         try:
-            return function(*arguments)
+            _decode_alone(*arguments)
+            _decode_together(arguments, 2)
+            return
         except OSError:
-            continue  # by now the function in question is compiled, in this process
-    return function(*arguments)
+            # Code could not be written to the cache, on a full disk, say. By now it is compiled in this process.
+            if attempt == _ATTEMPTS - 1:
+                raise
 
 
 # ------------------------------------------------------------------- numbers
@@ -270,6 +254,27 @@ def _add_rows(_typing: Any, sums: Any, heads: Any, factors: Any, values: Any, ro
 
 
 @intrinsic
+def _pointer(_typing: Any, address: Any) -> Any:
+    """An address as a pointer."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(types.int64), generate
+
+
+@intrinsic
+def _take(_typing: Any, counters: Any) -> Any:
+    """Add one to ``counters[0]``; returns what it was. Safe among threads."""
+
+    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        counter = context.make_array(counters)(context, builder, arguments[0]).data
+        return builder.atomic_rmw("add", counter, ir.Constant(ir.IntType(64), 1), "seq_cst")
+
+    return types.int64(counters), generate
+
+
+@intrinsic
 def _float_of_bits(_typing: Any, bits: Any) -> Any:
     """The float32 that has these 32 bits."""
 
@@ -319,13 +324,103 @@ def _decode_alone(query, keys, values, slots, rows, lengths, out, scale, soft_ca
     _stretch(0, 1, query, keys, values, slots, rows, lengths, out, scale, soft_cap, left)
 
 
-@functools.partial(_compiled, parallel=True)
-def _decode_together(query, keys, values, slots, rows, lengths, out, scale, soft_cap, parts):  # type: ignore[no-untyped-def]
-    """``decode_attention`` on ``parts`` threads."""
+def _decode_together(arguments: Any, parts: int) -> None:
+    """``decode_attention`` on ``parts`` threads of the process's OpenMP.
+
+    numba's own ``prange`` brings a second pool of threads beside torch's. The threads of both spin for some
+    milliseconds after each piece of work, and then keep each other from running.
+    """
+    openmp = _openmp()
+    if openmp is None:
+        _decode_alone(*arguments)
+        return
+    query, keys, _, _, _, _, out, *numbers = arguments
     left = _left_overs(parts, query, keys, out)
-    for part in prange(parts):
-        _stretch(part, parts, query, keys, values, slots, rows, lengths, out, scale, soft_cap, left)
+    job = _job(*arguments[:7], np.array(numbers, np.float32), left, parts)
+    openmp(_thread(keys.dtype.type).address, job.ctypes.data, parts, 0)
     _merge(left, out)
+
+
+@functools.cache
+def _openmp() -> Any:
+    """``GOMP_parallel(function, data, threads, flags)`` of the OpenMP that is loaded, torch's, or the system's."""
+    for library in (None, "libgomp.so.1"):
+        try:
+            function = ctypes.CDLL(library).GOMP_parallel
+        except (OSError, AttributeError):
+            continue
+        function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+        function.restype = None
+        return function
+    return None
+
+
+@_compiled
+def _job(query, keys, values, slots, rows, lengths, out, numbers, left, parts):  # type: ignore[no-untyped-def]
+    """What ``_thread`` needs, as numbers: the next part to take, how many there are, then shapes and addresses."""
+    owner, sums, tops, weights = left
+    return np.array(
+        [
+            0,
+            parts,
+            query.shape[0],
+            query.shape[1],
+            query.shape[2],
+            keys.shape[0],
+            keys.shape[1],
+            values.shape[2],
+            slots.shape[0],
+            slots.shape[1],
+            query.ctypes.data,
+            keys.ctypes.data,
+            values.ctypes.data,
+            slots.ctypes.data,
+            rows.ctypes.data,
+            lengths.ctypes.data,
+            out.ctypes.data,
+            numbers.ctypes.data,
+            owner.ctypes.data,
+            sums.ctypes.data,
+            tops.ctypes.data,
+            weights.ctypes.data,
+        ],
+        np.int64,
+    )
+
+
+@functools.cache
+def _thread(kv_type: Any) -> Any:
+    """The C function that each thread runs on a job, for this type of KV."""
+
+    def thread(pointer):  # type: ignore[no-untyped-def]
+        job = carray(pointer, (22,), np.int64)
+        parts, requests, query_heads, head_dim, pool, kv_heads, v_dim, listed, context = job[1:10]
+        group = query_heads // kv_heads
+        query = carray(_pointer(job[10]), (requests, query_heads, head_dim), np.float32)
+        keys = carray(_pointer(job[11]), (pool, kv_heads, head_dim), kv_type)
+        values = carray(_pointer(job[12]), (pool, kv_heads, v_dim), kv_type)
+        slots = carray(_pointer(job[13]), (listed, context), np.int32)
+        rows = carray(_pointer(job[14]), (requests,), np.int64)
+        lengths = carray(_pointer(job[15]), (requests,), np.int64)
+        out = carray(_pointer(job[16]), (requests, query_heads, v_dim), np.float32)
+        scale, soft_cap = carray(_pointer(job[17]), (2,), np.float32)
+        left = (
+            carray(_pointer(job[18]), (parts, 2, 2), np.int64),
+            carray(_pointer(job[19]), (parts, 2, group, v_dim), np.float32),
+            carray(_pointer(job[20]), (parts, 2, group), np.float32),
+            carray(_pointer(job[21]), (parts, 2, group), np.float32),
+        )
+        while True:  # OpenMP may have fewer threads for us than we asked for
+            part = _take(job)
+            if part >= parts:
+                return
+            _stretch(part, parts, query, keys, values, slots, rows, lengths, out, scale, soft_cap, left)
+
+    signature = types.void(types.voidptr)
+    try:
+        return cfunc(signature, cache=True)(thread)
+    except (RuntimeError, OSError):  # nowhere to write
+        return cfunc(signature)(thread)
 
 
 @_compiled

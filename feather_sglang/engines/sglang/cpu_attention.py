@@ -44,7 +44,7 @@ class FeatherCpuBackend(TorchNativeAttnBackend):  # type: ignore[misc]  # sglang
         stored = _NUMPY.get(self.token_to_kv_pool.dtype)
         if stored is not None:
             started = time.perf_counter()
-            self._threads = cpu_decode.warm_up(stored, self._threads)
+            cpu_decode.warm_up(stored)
             logger.info(
                 "feather_cpu: paged decode attention, %s KV, %d threads; compiled or loaded in %.1f s",
                 self.token_to_kv_pool.dtype,
