@@ -16,6 +16,7 @@ from feather_sglang import compiling
 from feather_sglang.bench import serving
 from feather_sglang.bench.server import ServerError
 from feather_sglang.bench.tiny_model import make_tiny_model
+from feather_sglang.engines.sglang import platform
 from feather_sglang.engines.sglang.platform import PLATFORM_NAME, PLATFORM_VARIABLE
 
 _NEEDS_SGLANG = "this needs sglang; run: pip install 'feather-sglang[sglang]'"
@@ -181,6 +182,7 @@ def _use_cpu_platform() -> None:
     """Without an accelerator SGLang's modules import only on a platform of their own."""
     if "SGLANG_PLATFORM" not in os.environ and not Path("/dev/nvidia0").exists():
         os.environ[PLATFORM_VARIABLE] = PLATFORM_NAME
+    platform.activate()  # before torch is imported
     warnings.simplefilter("ignore")
 
 

@@ -1,4 +1,4 @@
-"""Decode attention of ``feather_cpu`` beside ``torch_native``'s, in one process and one run, through SGLang's interface.
+"""Decode attention of ``feather_cpu`` beside ``torch_native``'s, in one run, through SGLang's interface.
 
 Each backend is called as a model's layer calls it: per-step metadata, the new token's K and V into the pool, attention.
 Pages are scattered at random over the pool. Each size runs twice: all requests distinct, and all with one prefix.

@@ -26,10 +26,14 @@ from numba.extending import intrinsic
 TILE = 64
 #: Numbers in a vector.
 _LANES = 16
-#: Below this many multiplications waking a second thread costs more than it saves.
+#: Below this many multiplications of queries with keys, one thread does it all.
 _SMALL = 1 << 18
 #: More than there are functions here, each of which may fail to be cached.
 _ATTEMPTS = 20
+
+Array = np.ndarray[Any, Any]
+#: Of each thread, at its stretch's begin and end: owner, sums, tops, weights, as in ``_left_overs``.
+LeftOvers = tuple[Array, Array, Array, Array]
 
 _FAST = ("fast",)
 #: Below every logit; finite, since fast arithmetic knows no infinity.
@@ -46,13 +50,13 @@ def _compiled(function: Any) -> Any:
 
 
 def decode_attention(
-    query: np.ndarray,
-    keys: np.ndarray,
-    values: np.ndarray,
-    slots: np.ndarray,
-    rows: np.ndarray,
-    lengths: np.ndarray,
-    out: np.ndarray,
+    query: Array,
+    keys: Array,
+    values: Array,
+    slots: Array,
+    rows: Array,
+    lengths: Array,
+    out: Array,
     scale: float,
     soft_cap: float = 0.0,
     threads: int = 1,
@@ -105,7 +109,7 @@ def warm_up(kv_type: Any) -> None:
     for attempt in range(_ATTEMPTS):
         try:
             _decode_alone(*arguments)
-            _decode_together(arguments, 2)
+            _decode_together(arguments, 1)
             return
         except OSError:
             # Code could not be written to the cache, on a full disk, say. By now it is compiled in this process.
@@ -318,7 +322,17 @@ def _exp(x: Any) -> Any:
 
 
 @_compiled
-def _decode_alone(query, keys, values, slots, rows, lengths, out, scale, soft_cap):  # type: ignore[no-untyped-def]
+def _decode_alone(
+    query: Array,
+    keys: Array,
+    values: Array,
+    slots: Array,
+    rows: Array,
+    lengths: Array,
+    out: Array,
+    scale: float,
+    soft_cap: float,
+) -> None:
     """``decode_attention`` on the calling thread."""
     left = _left_overs(1, query, keys, out)
     _stretch(0, 1, query, keys, values, slots, rows, lengths, out, scale, soft_cap, left)
@@ -334,9 +348,10 @@ def _decode_together(arguments: Any, parts: int) -> None:
     if openmp is None:
         _decode_alone(*arguments)
         return
-    query, keys, _, _, _, _, out, *numbers = arguments
+    query, keys, _, _, _, _, out, scale, soft_cap = arguments
     left = _left_overs(parts, query, keys, out)
-    job = _job(*arguments[:7], np.array(numbers, np.float32), left, parts)
+    numbers = np.array((scale, soft_cap))  # a name, since the job has addresses alone
+    job = _job(*arguments[:7], numbers, left, parts)
     openmp(_thread(keys.dtype.type).address, job.ctypes.data, parts, 0)
     _merge(left, out)
 
@@ -356,7 +371,18 @@ def _openmp() -> Any:
 
 
 @_compiled
-def _job(query, keys, values, slots, rows, lengths, out, numbers, left, parts):  # type: ignore[no-untyped-def]
+def _job(
+    query: Array,
+    keys: Array,
+    values: Array,
+    slots: Array,
+    rows: Array,
+    lengths: Array,
+    out: Array,
+    numbers: Array,
+    left: LeftOvers,
+    parts: int,
+) -> Array:
     """What ``_thread`` needs, as numbers: the next part to take, how many there are, then shapes and addresses."""
     owner, sums, tops, weights = left
     return np.array(
@@ -392,7 +418,7 @@ def _job(query, keys, values, slots, rows, lengths, out, numbers, left, parts): 
 def _thread(kv_type: Any) -> Any:
     """The C function that each thread runs on a job, for this type of KV."""
 
-    def thread(pointer):  # type: ignore[no-untyped-def]
+    def thread(pointer: Any) -> None:
         job = carray(pointer, (22,), np.int64)
         parts, requests, query_heads, head_dim, pool, kv_heads, v_dim, listed, context = job[1:10]
         group = query_heads // kv_heads
@@ -424,7 +450,7 @@ def _thread(kv_type: Any) -> Any:
 
 
 @_compiled
-def _left_overs(parts, query, keys, out):  # type: ignore[no-untyped-def]
+def _left_overs(parts: int, query: Array, keys: Array, out: Array) -> LeftOvers:
     """Room for what a thread has of requests that it does not work on alone: at its stretch's begin and end.
 
     Returns ``(owner, sums, tops, weights)``: the KV head and request ``[parts, 2, 2]``, head -1 for none, and for each
@@ -440,7 +466,20 @@ def _left_overs(parts, query, keys, out):  # type: ignore[no-untyped-def]
 
 
 @_compiled
-def _stretch(part, parts, query, keys, values, slots, rows, lengths, out, scale, soft_cap, left):  # type: ignore[no-untyped-def]
+def _stretch(
+    part: int,
+    parts: int,
+    query: Array,
+    keys: Array,
+    values: Array,
+    slots: Array,
+    rows: Array,
+    lengths: Array,
+    out: Array,
+    scale: float,
+    soft_cap: float,
+    left: LeftOvers,
+) -> None:
     """Do the ``part``-th of ``parts`` equal stretches of the line."""
     owner, all_sums, all_tops, all_weights = left
     kv_heads = keys.shape[1]
@@ -476,7 +515,7 @@ def _stretch(part, parts, query, keys, values, slots, rows, lengths, out, scale,
 
 
 @_compiled
-def _merge(left, out):  # type: ignore[no-untyped-def]
+def _merge(left: LeftOvers, out: Array) -> None:
     """Put together the requests that several threads worked on; their parts follow each other."""
     owner, all_sums, all_tops, all_weights = left
     group, v_dim = all_sums.shape[2:]
@@ -509,7 +548,7 @@ def _merge(left, out):  # type: ignore[no-untyped-def]
 
 
 @_compiled
-def _finish(sums, weights, out):  # type: ignore[no-untyped-def]
+def _finish(sums: Array, weights: Array, out: Array) -> None:
     """The weighted sum becomes a mean; all ``[group, ...]``."""
     for g in range(sums.shape[0]):
         share = _ONE / weights[g]
@@ -521,13 +560,27 @@ def _finish(sums, weights, out):  # type: ignore[no-untyped-def]
 
 
 @_compiled
-def _attend(query, keys, values, slots, head, start, stop, scale, soft_cap, logits, sums, tops, weights):  # type: ignore[no-untyped-def]
+def _attend(
+    query: Array,
+    keys: Array,
+    values: Array,
+    slots: Array,
+    head: int,
+    start: int,
+    stop: int,
+    scale: float,
+    soft_cap: float,
+    logits: Array,
+    sums: Array,
+    tops: Array,
+    weights: Array,
+) -> None:
     """One KV head, one request's tokens ``start`` to ``stop``: online softmax, a tile of tokens at a time.
 
     ``query`` is ``[group, head_dim]``; ``slots`` the request's list. Leaves the unnormalised sum over V in ``sums``
     ``[group, v_head_dim]``, the largest logit in ``tops`` and the sum of weights in ``weights``, both ``[group]``.
     """
-    group, head_dim = query.shape
+    group = query.shape[0]
     v_dim = values.shape[2]
     sums[:] = _ZERO
     tops[:] = _LOWEST
@@ -558,7 +611,7 @@ def _attend(query, keys, values, slots, head, start, stop, scale, soft_cap, logi
 
 
 @njit(inline="always")
-def _four(slots, at, last):  # type: ignore[no-untyped-def]
+def _four(slots: Array, at: int, last: int) -> tuple[Any, Any, Any, Any]:
     """Slots of the tokens ``at`` to ``at + 3``; past ``last`` its slot again, for rows whose result is not used."""
     return (
         np.intp(slots[at]),
@@ -569,7 +622,9 @@ def _four(slots, at, last):  # type: ignore[no-untyped-def]
 
 
 @_compiled
-def _logits(query, keys, slots, head, first, count, last, scale, logits):  # type: ignore[no-untyped-def]
+def _logits(
+    query: Array, keys: Array, slots: Array, head: int, first: int, count: int, last: int, scale: float, logits: Array
+) -> None:
     """``logits[g, t] = scale * query[g] . keys[slot of token first + t]``."""
     group = query.shape[0]
     for t in range(0, count, 4):
@@ -586,7 +641,9 @@ def _logits(query, keys, slots, head, first, count, last, scale, logits):  # typ
 
 
 @_compiled
-def _add_values(logits, values, slots, head, first, count, last, sums):  # type: ignore[no-untyped-def]
+def _add_values(
+    logits: Array, values: Array, slots: Array, head: int, first: int, count: int, last: int, sums: Array
+) -> None:
     """``sums[g] += sum over t of logits[g, t] * values[slot of token first + t]``."""
     group = sums.shape[0]
     for t in range(0, count, 4):
@@ -598,5 +655,5 @@ def _add_values(logits, values, slots, head, first, count, last, sums):  # type:
 
 
 @njit(inline="always")
-def _weights(logits, g, t):  # type: ignore[no-untyped-def]
+def _weights(logits: Array, g: int, t: int) -> tuple[Any, Any, Any, Any]:
     return (logits[g, t], logits[g, t + 1], logits[g, t + 2], logits[g, t + 3])

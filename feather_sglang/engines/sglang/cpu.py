@@ -55,11 +55,12 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # sglang 
         """In each worker: the name becomes a backend."""
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
-        @register_attention_backend(BACKEND_NAME)
         def create(runner: Any) -> Any:
             from feather_sglang.engines.sglang.cpu_attention import FeatherCpuBackend
 
             return FeatherCpuBackend(runner)
+
+        register_attention_backend(BACKEND_NAME)(create)
 
     def post_load_model(self, model: Any) -> None:
         """In each worker, before its attention backend is built: keep to the rank's cores."""
