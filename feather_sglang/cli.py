@@ -16,8 +16,10 @@ from feather_sglang import compiling
 from feather_sglang.bench import serving
 from feather_sglang.bench.server import ServerError
 from feather_sglang.bench.tiny_model import make_tiny_model
+from feather_sglang.engines.sglang import platform
 from feather_sglang.engines.sglang.platform import PLATFORM_NAME, PLATFORM_VARIABLE
 
+_NEEDS_SGLANG = "this needs sglang; run: pip install 'feather-sglang[sglang]'"
 _DEMO_POLICIES = ("fcfs", "lpm", "dfs-weight", "feather")
 
 
@@ -118,6 +120,19 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--folder", type=Path, default=Path(".demo"), help="for --server's model (default: %(default)s)"
     )
     overhead.set_defaults(run=_overhead)
+    decode = bench.add_parser(
+        "decode",
+        help="the CPU platform's decode attention, beside SGLang's torch_native",
+        description="Time one layer's decode attention of both backends, in one run, on scattered pages: requests with "
+        "nothing in common, and requests with one prefix. Needs sglang, no GPU.",
+    )
+    decode.add_argument("--sizes", type=_sizes, metavar="REQUESTSxTOKENS,...", help="(default: 1x128 to 64x8192)")
+    decode.add_argument("--dtypes", default="float32,bfloat16", help="of the KV cache (default: %(default)s)")
+    decode.add_argument("--page-sizes", type=_positives, default="1,16", help="(default: %(default)s)")
+    for name, default in (("--query-heads", 2), ("--kv-heads", 2), ("--head-dim", 128)):
+        decode.add_argument(name, type=_positive, default=default, help=f"(default: {default})")
+    decode.add_argument("--json", metavar="FILE", help="write the results as JSON; - for standard output")
+    decode.set_defaults(run=_decode)
 
 
 def _overhead(args: argparse.Namespace) -> int:
@@ -128,7 +143,7 @@ def _overhead(args: argparse.Namespace) -> int:
     if args.plot and not args.sweep:
         return _bad_use("--plot needs --sweep")
     if importlib.util.find_spec("sglang") is None:
-        return _bad_use("this needs sglang; run: pip install 'feather-sglang[sglang]'")
+        return _bad_use(_NEEDS_SGLANG)
     if args.server:
         from feather_sglang.bench import server_share
 
@@ -138,10 +153,7 @@ def _overhead(args: argparse.Namespace) -> int:
             f"{share['hook_s'] * 1e3:.1f} ms in Feather's hooks of {share['time_s']:.2f} s: {share['share']:.2%}"
         )
         return _report(text, json.dumps(share, indent=2), args.json)
-    # Without an accelerator SGLang's modules import only on a platform of their own.
-    if "SGLANG_PLATFORM" not in os.environ and not Path("/dev/nvidia0").exists():
-        os.environ[PLATFORM_VARIABLE] = PLATFORM_NAME
-    warnings.simplefilter("ignore")
+    _use_cpu_platform()
     from feather_sglang.bench import overhead
 
     config = overhead.Config(
@@ -155,6 +167,30 @@ def _overhead(args: argparse.Namespace) -> int:
     if times is not None:
         text += f"\ndfs-weight / feather: {times:.0f} for the whole pass"
     return _report(text, json.dumps(overhead.as_dict(config, rows), indent=2), args.json)
+
+
+def _decode(args: argparse.Namespace) -> int:
+    dtypes = args.dtypes.split(",")
+    if not set(dtypes) <= {"float32", "bfloat16"}:
+        return _bad_use(f"--dtypes must be of float32 and bfloat16, got '{args.dtypes}'")
+    if args.query_heads % args.kv_heads:
+        return _bad_use("--query-heads must be a multiple of --kv-heads")
+    if importlib.util.find_spec("sglang") is None:
+        return _bad_use(_NEEDS_SGLANG)
+    _use_cpu_platform()
+    from feather_sglang.bench import decode
+
+    shape = decode.Shape(args.query_heads, args.kv_heads, args.head_dim)
+    rows = decode.run(args.sizes or decode.SIZES, dtypes, args.page_sizes, shape, _say)
+    return _report(decode.table(rows), decode.as_json(shape, rows), args.json)
+
+
+def _use_cpu_platform() -> None:
+    """Without an accelerator SGLang's modules import only on a platform of their own."""
+    if "SGLANG_PLATFORM" not in os.environ and not Path("/dev/nvidia0").exists():
+        os.environ[PLATFORM_VARIABLE] = PLATFORM_NAME
+    platform.activate()  # before torch is imported
+    warnings.simplefilter("ignore")
 
 
 def _add_compile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -202,6 +238,18 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
     return value
+
+
+def _positives(text: str) -> list[int]:
+    return [_positive(each) for each in text.split(",")]
+
+
+def _sizes(text: str) -> list[tuple[int, int]]:
+    found = []
+    for each in text.split(","):
+        requests, _, tokens = each.partition("x")
+        found.append((_positive(requests), _positive(tokens)))
+    return found
 
 
 if __name__ == "__main__":

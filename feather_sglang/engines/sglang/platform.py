@@ -12,9 +12,15 @@ import os
 PLATFORM_VARIABLE = "SGLANG_PLATFORM"
 PLATFORM_NAME = "feather_cpu"
 
+#: How often a thread of GNU OpenMP looks for more work before it sleeps. By default it looks for about 15 ms, and where
+#: one more process wants a core, torch's own threads keep each other from running: a step then takes 100 times as long.
+_SPIN_VARIABLE = "GOMP_SPINCOUNT"
+_SPINS = "1000"
+
 
 def activate() -> str | None:
     """The platform class to use, as ``module:Class``; ``None`` unless ``SGLANG_PLATFORM=feather_cpu``."""
     if os.environ.get(PLATFORM_VARIABLE) != PLATFORM_NAME:
         return None
+    os.environ.setdefault(_SPIN_VARIABLE, _SPINS)  # for the processes to come: OpenMP looks when it is loaded
     return "feather_sglang.engines.sglang.cpu:CpuPlatform"

@@ -1,0 +1,1 @@
+"""Compute kernels that stand alone: numba and numpy, nothing of an engine's."""
