@@ -133,6 +133,19 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         decode.add_argument(name, type=_positive, default=default, help=f"(default: {default})")
     decode.add_argument("--json", metavar="FILE", help="write the results as JSON; - for standard output")
     decode.set_defaults(run=_decode)
+    locality = bench.add_parser(
+        "locality",
+        help="homogeneous decode batches against mixed ones, and whole workloads, on real servers",
+        description="Measure what homogeneous batches bring to decode on the CPU platform: batches of one prefix "
+        "and of eight on one server, then whole workloads on a server per policy. Half an hour with the defaults.",
+    )
+    locality.add_argument("--part", choices=("batches", "workloads", "all"), default="all")
+    locality.add_argument("--settings", default="main,long-prefix,small-batch", help="(default: %(default)s)")
+    locality.add_argument("--policies", default="fcfs,lpm,dfs-weight,feather", help="(default: %(default)s)")
+    locality.add_argument("--runs", type=_positive, default=3, help="the median counts (default: 3)")
+    locality.add_argument("--json", metavar="FILE", help="write the results as JSON; - for standard output")
+    locality.add_argument("--folder", type=Path, default=Path(".demo"), help="model and logs (default: %(default)s)")
+    locality.set_defaults(run=_locality)
 
 
 def _overhead(args: argparse.Namespace) -> int:
@@ -191,6 +204,32 @@ def _use_cpu_platform() -> None:
         os.environ[PLATFORM_VARIABLE] = PLATFORM_NAME
     platform.activate()  # before torch is imported
     warnings.simplefilter("ignore")
+
+
+def _locality(args: argparse.Namespace) -> int:
+    from feather_sglang.bench import batches, locality
+
+    policies, names = args.policies.split(","), args.settings.split(",")
+    settings = {setting.name: setting for setting in locality.SETTINGS}
+    for what, given, valid in (("policy", policies, _DEMO_POLICIES), ("setting", names, tuple(settings))):
+        unknown = [name for name in given if name not in valid]
+        if unknown:
+            return _bad_use(f"unknown {what} '{unknown[0]}'; valid: {', '.join(valid)}")
+    folder = args.folder.resolve()
+    batch_rows: list[batches.BatchRow] = []
+    rows: list[locality.Row] = []
+    texts = []
+    try:
+        if args.part != "workloads":
+            batch_rows = locality.measure_batches(folder, args.runs, _say)
+            texts.append(batches.table(batch_rows))
+        if args.part != "batches":
+            for name in names:
+                rows += locality.measure_workload(settings[name], policies, folder, args.runs, _say)
+    finally:  # what is done is worth having when a later server fails, or on Ctrl-C
+        texts += [locality.table(rows)] if rows else []
+        _report("\n\n".join(texts), json.dumps(locality.as_dict(batch_rows, rows), indent=2), args.json)
+    return 0
 
 
 def _add_compile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

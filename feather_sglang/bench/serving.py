@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from feather_sglang.bench.server import Server
 
 @dataclass(frozen=True)
 class Workload:
-    """SGLang's ``generated-shared-prefix`` data set, shuffled; lengths in tokens. All requests are sent at once."""
+    """SGLang's ``generated-shared-prefix`` data set, shuffled; lengths in tokens."""
 
     groups: int = 32
     per_group: int = 10
@@ -26,6 +26,8 @@ class Workload:
     suffix_tokens: int = 64
     output_tokens: int = 16
     seed: int = 1
+    #: A Poisson stream of so many requests per second; ``None``: all are sent at once.
+    rate: float | None = None
 
     @property
     def most_cached(self) -> float:
@@ -45,6 +47,8 @@ class Result:
     ttft_median_ms: float
     ttft_p99_ms: float
     cached_share: float
+    #: The generated texts, in the order of the data set.
+    texts: tuple[str, ...] = field(default=(), repr=False)
 
 
 #: The demo's server: small enough for two cores, and its KV holds a fifteenth of the workload's tokens.
@@ -65,12 +69,17 @@ def run_policy(policy: str, model: Path, flags: Sequence[str], workload: Workloa
         server.start()
     try:
         with ticking(f"{policy}: serving {workload.groups * workload.per_group} requests"):
-            return _drive(policy, server, model, workload)
+            return drive(policy, server, model, workload)
     finally:
         server.stop()
 
 
-def _drive(policy: str, server: Server, model: Path, workload: Workload) -> Result:
+def drive(policy: str, server: Server, model: Path, workload: Workload) -> Result:
+    """Send the workload to a running server, whose prefix cache is emptied first.
+
+    Raises ``RuntimeError`` with the client's last lines if it failed.
+    """
+    rate = "inf" if workload.rate is None else str(workload.rate)
     with tempfile.TemporaryDirectory(prefix="feather-client-") as folder:
         output = Path(folder) / "result.jsonl"
         client = subprocess.run(
@@ -81,7 +90,8 @@ def _drive(policy: str, server: Server, model: Path, workload: Workload) -> Resu
                 *("--gsp-num-groups", str(workload.groups), "--gsp-prompts-per-group", str(workload.per_group)),
                 *("--gsp-system-prompt-len", str(workload.prefix_tokens)),
                 *("--gsp-question-len", str(workload.suffix_tokens), "--gsp-output-len", str(workload.output_tokens)),
-                *("--tokenize-prompt", "--flush-cache", "--cache-report", "--output-file", str(output)),
+                *("--request-rate", rate, "--output-details", "--output-file", str(output)),
+                *("--tokenize-prompt", "--flush-cache", "--cache-report"),
             ],
             cwd=folder,
             # The client keeps generated data sets in the home folder, and does not tell tokenizers apart.
@@ -105,6 +115,7 @@ def _parse(policy: str, measured: dict[str, Any]) -> Result:
         ttft_median_ms=measured["median_ttft_ms"],
         ttft_p99_ms=measured["p99_ttft_ms"],
         cached_share=measured["cache_report"]["total_cached_tokens"] / measured["total_input_tokens"],
+        texts=tuple(measured["generated_texts"]),
     )
 
 
@@ -123,4 +134,5 @@ def table(results: Sequence[Result]) -> str:
 
 def as_json(workload: Workload, results: Sequence[Result]) -> str:
     """The results for machines."""
-    return json.dumps({"workload": asdict(workload), "rows": [asdict(r) for r in results]}, indent=2)
+    rows = [{name: value for name, value in asdict(r).items() if name != "texts"} for r in results]
+    return json.dumps({"workload": asdict(workload), "rows": rows}, indent=2)

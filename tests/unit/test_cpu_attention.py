@@ -14,6 +14,7 @@ cli._use_cpu_platform()
 
 import torch
 from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from feather_sglang.bench.decode import Shape, _Step
 from feather_sglang.kernels import cpu_decode
@@ -93,6 +94,41 @@ def test_a_soft_cap_is_applied(calls):
     plain = step.run(step.feather_cpu)
     step._layer.logit_cap = 1.0
     assert (step.run(step.feather_cpu) - plain).abs().max() > 0.1 and calls == [1, 1]
+
+
+def _prefill(step, cached, new):
+    """One layer of a prefill: ``new`` tokens of each request behind ``cached`` ones."""
+    cached, new = torch.tensor(cached), torch.tensor(new)
+    step.place(False)
+    step._batch.forward_mode = ForwardMode.EXTEND
+    step._batch.seq_lens, step._batch.extend_prefix_lens, step._batch.extend_seq_lens = cached + new, cached, new
+    random = torch.Generator().manual_seed(1)
+    query = torch.randn((int(new.sum()), 6 * 64), generator=random)
+    fresh = torch.randn((len(query), 2, 64), generator=random)
+    ends = zip(step._table, cached.tolist(), new.tolist(), strict=True)
+    step._batch.out_cache_loc = torch.cat([row[begin : begin + more] for row, begin, more in ends]).long()
+
+    def run(backend):
+        backend.init_forward_metadata(step._batch)
+        return backend.forward_extend(query, fresh, fresh, step._layer, step._batch)
+
+    return run
+
+
+def test_a_short_end_of_a_long_cached_prompt_goes_through_the_kernel(calls):
+    step = _Step(torch.float32, 1, requests=3, tokens=200, shape=GROUPED)
+    run = _prefill(step, [150, 60, 180], [7, 1, 20])
+    got = run(step.feather_cpu)
+    assert calls == [1]
+    wanted = run(step.torch_native)
+    assert (got - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+
+
+def test_the_prefill_of_a_whole_prompt_stays_with_torch(calls):
+    step = _Step(torch.float32, 1, requests=3, tokens=200, shape=GROUPED)
+    run = _prefill(step, [0, 100, 3], [170, 40, 1])
+    assert torch.equal(run(step.feather_cpu), run(step.torch_native))
+    assert not calls
 
 
 def test_a_replaced_buffer_is_noticed():
