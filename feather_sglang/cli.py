@@ -140,7 +140,7 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "and of eight on one server, then whole workloads on a server per policy. Half an hour with the defaults.",
     )
     locality.add_argument("--part", choices=("batches", "workloads", "all"), default="all")
-    locality.add_argument("--settings", default="main,long-prefix,small-batch", help="(default: %(default)s)")
+    locality.add_argument("--settings", default="main,longer-prefix,many-groups", help="(default: %(default)s)")
     locality.add_argument("--policies", default="fcfs,lpm,dfs-weight,feather", help="(default: %(default)s)")
     locality.add_argument("--runs", type=_positive, default=3, help="the median counts (default: 3)")
     locality.add_argument("--json", metavar="FILE", help="write the results as JSON; - for standard output")

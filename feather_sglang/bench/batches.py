@@ -19,6 +19,9 @@ import aiohttp
 BATCHES = ((8, 1), (8, 8), (16, 1), (16, 8), (32, 1), (32, 8), (64, 1), (64, 8))
 DIVERGENT = (9, 2)
 
+#: When an answer had how many tokens.
+Track = list[tuple[float, int]]
+
 
 @dataclass(frozen=True)
 class BatchRow:
@@ -64,13 +67,13 @@ def measure(url: str, prompts: Prompts, output_tokens: int, runs: int, say: Call
     """Each kind of batch ``runs`` times, interleaved. Raises ``aiohttp.ClientError`` if the server fails."""
     kinds = (*BATCHES, DIVERGENT)
     for prefix in range(max(prefixes for _, prefixes in kinds)):
-        asyncio.run(_decode_rate(url, [prompts.one(prefix)], 2))
+        asyncio.run(_send(url, [prompts.one(prefix)], 1))
     found: dict[tuple[int, int], list[float]] = {kind: [] for kind in kinds}
     for run in range(runs):
         for kind in kinds if run % 2 == 0 else reversed(kinds):
             say(f"batches, run {run + 1} of {runs}: {kind[0]} requests, {kind[1]} prefixes")
             batch = [prompts.one(prefix) for prefix in groups(*kind)]
-            found[kind].append(asyncio.run(_decode_rate(url, batch, output_tokens)))
+            found[kind].append(_decode_rate(asyncio.run(_send(url, batch, output_tokens))))
     return [BatchRow(*kind, statistics.median(rates), (min(rates), max(rates))) for kind, rates in found.items()]
 
 
@@ -93,12 +96,8 @@ def table(rows: Sequence[BatchRow]) -> str:
     return "\n".join(lines)
 
 
-async def _decode_rate(url: str, prompts: list[list[int]], output_tokens: int) -> float:
+def _decode_rate(tracks: Sequence[Track]) -> float:
     """Tokens/s between the last request's first token and the first request's end."""
-    timeout = aiohttp.ClientTimeout(total=600)
-    connector = aiohttp.TCPConnector(limit=len(prompts))
-    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-        tracks = await asyncio.gather(*(_stream(session, url, each, output_tokens) for each in prompts))
     begin = max(track[0][0] for track in tracks)
     end = min(track[-1][0] for track in tracks)
     tokens = sum(_tokens_at(track, end) - _tokens_at(track, begin) for track in tracks)
@@ -107,13 +106,18 @@ async def _decode_rate(url: str, prompts: list[list[int]], output_tokens: int) -
     return tokens / (end - begin)
 
 
-def _tokens_at(track: list[tuple[float, int]], moment: float) -> int:
+async def _send(url: str, prompts: list[list[int]], output_tokens: int) -> list[Track]:
+    timeout = aiohttp.ClientTimeout(total=600)
+    connector = aiohttp.TCPConnector(limit=len(prompts))
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+        return await asyncio.gather(*(_stream(session, url, each, output_tokens) for each in prompts))
+
+
+def _tokens_at(track: Track, moment: float) -> int:
     return max((tokens for at, tokens in track if at <= moment), default=0)
 
 
-async def _stream(
-    session: aiohttp.ClientSession, url: str, prompt: list[int], output_tokens: int
-) -> list[tuple[float, int]]:
+async def _stream(session: aiohttp.ClientSession, url: str, prompt: list[int], output_tokens: int) -> Track:
     """When the answer had how many tokens."""
     track = []
     sampling = {"max_new_tokens": output_tokens, "temperature": 0, "ignore_eos": True}
