@@ -30,8 +30,8 @@ class Setting:
     rate: float
 
 
-#: A prefix is 16.8 MB a layer at 8,192 tokens: one fits into the last-level cache, eight do not. The first setting was
-#: fixed before any policy was measured on it, and the others were not tuned.
+#: Eight prefixes of 8,192 tokens are 134 MB a layer, more than the last-level cache holds. The first setting was fixed
+#: before any policy was measured on it, and the others were not tuned.
 SETTINGS = (
     Setting("main", serving.Workload(8, 30, 8192, 32, 128), slots=32, rate=16),
     Setting("longer-prefix", serving.Workload(8, 15, 16384, 32, 96), slots=16, rate=8),

@@ -1,8 +1,9 @@
 """Decode attention on the CPU, straight from paged KV.
 
 One new token a request attends to its whole history. K and V are read where they lie, row by row through the request's
-list of slots, and never copied first: so what decides the speed is where those rows come from. Requests are worked on
-in the order of the batch. A row that the request before has just read is still in a cache; the kernel does nothing to
+list of slots, and never copied first: so what decides the speed is where those rows come from. A block of positions at
+a time, requests are worked on in the order of the batch; on a GPU, too, the requests of a batch move through their
+histories side by side. A row that the request before has just read is still in a cache; the kernel does nothing to
 bring such requests together, that is what scheduling is for.
 
 Needs numba and numpy alone. The arithmetic is fp32 whatever the KV is stored in.
@@ -24,6 +25,9 @@ from numba.extending import intrinsic
 
 #: Tokens whose logits are held at once: their K rows are read, then their V rows.
 TILE = 64
+#: Tokens of a request before the next one's turn: K and V of one head, 1 MB at 128 numbers in fp32, stay in a core's
+#: private cache for the requests that share them.
+BLOCK = 1024
 #: Numbers in a vector.
 _LANES = 16
 #: Below this many multiplications of queries with keys, one thread does it all.
@@ -79,7 +83,7 @@ def decode_attention(
     head. None of this is checked, and a slot outside the pool is undefined behaviour.
 
     O(sum of lengths x query_heads x head_dim) time; each K and V row is read once for each KV head and request. Memory
-    besides the arrays: a few kB a thread.
+    besides the arrays: another ``out`` a thread, at most.
     """
     arguments = (query, keys, values, slots, rows, lengths, out, np.float32(scale), np.float32(soft_cap))
     work = int(lengths.sum()) * query.shape[1] * query.shape[2]
@@ -487,31 +491,44 @@ def _stretch(
     tokens = lengths.sum()
     begin = kv_heads * tokens * part // parts
     end = kv_heads * tokens * (part + 1) // parts
+    requests = lengths.shape[0]
     logits = np.empty((group, TILE), np.float32)
-    sums = np.empty((group, out.shape[2]), np.float32)
-    tops = np.empty(group, np.float32)
-    weights = np.empty(group, np.float32)
+    sums = np.empty((requests, group, out.shape[2]), np.float32)
+    tops = np.empty((requests, group), np.float32)
+    weights = np.empty((requests, group), np.float32)
+    starts = np.empty(requests, np.int64)
+    stops = np.empty(requests, np.int64)
     for head in range(begin // max(tokens, 1), kv_heads):
-        at = head * tokens
-        for request in range(lengths.shape[0]):
-            length = lengths[request]
-            start = max(begin - at, 0)
-            stop = min(end - at, length)
-            at += length
-            if start >= stop:
+        at, longest = head * tokens, 0
+        for request in range(requests):
+            starts[request] = max(begin - at, 0)
+            stops[request] = min(end - at, lengths[request])
+            at += lengths[request]
+            if starts[request] < stops[request]:
+                longest = max(longest, stops[request])
+        sums[:] = _ZERO
+        tops[:] = _LOWEST
+        weights[:] = _ZERO
+        mine = slice(head * group, (head + 1) * group)
+        for first in range(0, longest, BLOCK):
+            for request in range(requests):
+                start, stop = max(starts[request], first), min(stops[request], first + BLOCK)
+                if start < stop:
+                    asked, listed = query[request, mine], slots[rows[request]]
+                    state = sums[request], tops[request], weights[request]
+                    _attend(asked, keys, values, listed, head, start, stop, scale, soft_cap, logits, *state)
+        for request in range(requests):
+            if starts[request] >= stops[request]:
                 continue
-            asked = query[request, head * group : (head + 1) * group]
-            listed = slots[rows[request]]
-            _attend(asked, keys, values, listed, head, start, stop, scale, soft_cap, logits, sums, tops, weights)
-            if start == 0 and stop == length:
-                _finish(sums, weights, out[request, head * group : (head + 1) * group])
+            if starts[request] == 0 and stops[request] == lengths[request]:
+                _finish(sums[request], weights[request], out[request, mine])
                 continue
-            side = 0 if start > 0 else 1
+            side = 0 if starts[request] > 0 else 1
             owner[part, side, 0] = head
             owner[part, side, 1] = request
-            all_sums[part, side] = sums
-            all_tops[part, side] = tops
-            all_weights[part, side] = weights
+            all_sums[part, side] = sums[request]
+            all_tops[part, side] = tops[request]
+            all_weights[part, side] = weights[request]
 
 
 @_compiled
@@ -577,14 +594,12 @@ def _attend(
 ) -> None:
     """One KV head, one request's tokens ``start`` to ``stop``: online softmax, a tile of tokens at a time.
 
-    ``query`` is ``[group, head_dim]``; ``slots`` the request's list. Leaves the unnormalised sum over V in ``sums``
-    ``[group, v_head_dim]``, the largest logit in ``tops`` and the sum of weights in ``weights``, both ``[group]``.
+    ``query`` is ``[group, head_dim]``; ``slots`` the request's list. Goes on from, and updates, the
+    unnormalised sum over V in ``sums`` ``[group, v_head_dim]``, the largest logit in ``tops`` and the sum of weights in
+    ``weights``, both ``[group]``.
     """
     group = query.shape[0]
     v_dim = values.shape[2]
-    sums[:] = _ZERO
-    tops[:] = _LOWEST
-    weights[:] = _ZERO
     for first in range(start, stop, TILE):
         count = min(TILE, stop - first)
         _logits(query, keys, slots, head, first, count, stop - 1, scale, logits)

@@ -126,6 +126,12 @@ def test_lengths_around_the_tile(length):
     Case([length]).check()
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_requests_take_turns_block_by_block(threads):
+    block = cpu_decode.BLOCK
+    Case([block - 1, 3 * block, 5, block, block + 1, 2 * block + 7], group=2).check(threads)
+
+
 @pytest.mark.parametrize("threads", [2, 3, 7])
 def test_threads_that_meet_in_a_request_agree(threads):
     """One KV head and one request: every thread has a part of it; or short ones beside a long one."""
