@@ -17,7 +17,13 @@ from feather_sglang.bench.server import Server
 from feather_sglang.bench.tiny_model import ATTENTION, make_tiny_model
 
 #: All prefixes and all running requests fit, so what differs is who decodes together.
-FLAGS = ("--device=cpu", "--dtype=float32", "--mem-fraction-static=0.3", "--max-total-tokens=300000")
+FLAGS = (
+    "--device=cpu",
+    "--dtype=float32",
+    "--mem-fraction-static=0.3",
+    "--max-total-tokens=300000",
+    "--chunked-prefill-size=16384",
+)
 
 
 @dataclass(frozen=True)

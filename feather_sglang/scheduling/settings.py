@@ -33,7 +33,7 @@ class Settings:
         0, "batch too small to be worth protecting below this; 0: a quarter of the running slots, at least 8", low=0
     )
     max_passes: int = _setting(
-        512, "scheduling passes that a waiting request may be passed over before it is served next", low=1
+        2048, "scheduling passes that a waiting request may be passed over before it is served next", low=1
     )
     fallback_policy: str = _setting(
         "fcfs", "SGLang policy that takes over a pass in which Feather fails", choices=FALLBACKS
