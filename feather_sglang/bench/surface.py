@@ -154,7 +154,7 @@ class Engine:
     def _arrive(self) -> None:
         while len(self._kind) + len(self._left) < CLIENTS:
             group, hashes, tokens = self._clients.next()
-            own = [-1 - self._sent]
+            own = [(1 << 32) + self._sent]
             self.scheduler.arrive(self._sent, own if self._blind else hashes + own, DEPTH + 1)
             self._kind[self._sent] = group, tokens
             self._sent += 1
@@ -238,7 +238,7 @@ class Row:
 
 
 def run(
-    policy_name: str, surface: str, seeds: int, requests: int, say: Callable[[str], None], before: str | None = None
+    policy_name: str, surface: str, seeds: int, requests: int, *, say: Callable[[str], None], before: str | None = None
 ) -> Row:
     """Learn from a cold start over so many requests; ``before``: after as many on another surface."""
     shares: dict[str, list[float]] = {"learned": [], "online": [], "static": [], "fcfs": []}
@@ -269,10 +269,10 @@ def rows(seeds: int, requests: int, say: Callable[[str], None]) -> Iterator[Row]
     """Every learned policy on every surface, and after a change of surface in either direction."""
     for surface in SURFACES:
         for policy in POLICIES:
-            yield run(policy, surface, seeds, requests, say)
+            yield run(policy, surface, seeds, requests, say=say)
     for surface, before in (("ridge", "flat"), ("flat", "ridge")):
         for policy in POLICIES:
-            yield run(policy, surface, seeds, requests, say, before)
+            yield run(policy, surface, seeds, requests, say=say, before=before)
 
 
 def table(results: list[Row]) -> str:

@@ -134,7 +134,7 @@ def _boolean(value: Any, where: str) -> bool:
 
 
 def _number(spec: dataclasses.Field[Any], value: Any, where: str) -> int | float:
-    kind = type(spec.default)
+    kind = int if isinstance(spec.default, int) else float
     low, high = spec.metadata["low"], spec.metadata["high"]
     number: int | float | None = None
     if not isinstance(value, bool) and isinstance(value, str | int | kind):
