@@ -124,6 +124,9 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     policies.add_argument(
         "--requests", type=_positive, default=24000, help="requests to learn from (default: %(default)s)"
     )
+    policies.add_argument(
+        "--cases", help="comma-separated surfaces, and changes such as 'ridge after flat' (default: all)"
+    )
     policies.add_argument("--search", action="store_true", help="search the best fixed tables anew, and print them")
     policies.add_argument("--json", metavar="FILE", help="write the results as JSON; - for standard output")
     policies.set_defaults(run=_policies)
@@ -195,7 +198,11 @@ def _policies(args: argparse.Namespace) -> int:
             best[name] = surface.search(name)
         text = "\n".join(f"{name}: strangers below {a}, costing depth below {b}" for name, (a, b) in best.items())
         return _report(text, json.dumps(best, indent=2), args.json)
-    rows = list(surface.rows(args.seeds, args.requests, _say))
+    cases = args.cases.split(",") if args.cases else list(surface.CASES)
+    unknown = [case for case in cases if case not in surface.CASES]
+    if unknown:
+        return _bad_use(f"unknown case '{unknown[0]}'; valid: {', '.join(surface.CASES)}")
+    rows = list(surface.rows(cases, args.seeds, args.requests, _say))
     return _report(surface.table(rows), json.dumps([dataclasses.asdict(row) for row in rows], indent=2), args.json)
 
 

@@ -7,10 +7,11 @@ Everything is simulated and reproducible: seeded, no clock.
 
 from __future__ import annotations
 
+import functools
 import random
 import statistics
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 
 from feather_sglang.scheduling.learning import LearnedPolicy
@@ -204,6 +205,13 @@ def fixed(surface: str, policy: BatchingPolicy | None, seed: int) -> float:
     return engine.run(_MEASURED)
 
 
+@functools.cache
+def yardsticks(surface: str, seed: int) -> tuple[float, float, float]:
+    """Output tokens/s of the best fixed table, the static rule and FCFS."""
+    top = fixed(surface, Table(*SURFACES[surface].best), seed)
+    return top, fixed(surface, StaticPolicy(Settings(), SLOTS), seed), fixed(surface, None, seed)
+
+
 def learned(policy: LearnedPolicy, surface: str, seed: int) -> float:
     """Output tokens/s of what a policy has learned, frozen, on traffic that it has not seen."""
     copy = make_policy(Settings(policy=policy.name, freeze=True), SLOTS)
@@ -224,7 +232,7 @@ def search(surface: str, seeds: int = 1, edges: tuple[int, ...] = (1, 2, 4, 8, 1
 class Row:
     """One policy on one surface; shares are of the best fixed table on the same seed, one for each seed."""
 
-    surface: str
+    case: str
     policy: str
     decisions: int
     #: Throughput of what was learned, frozen.
@@ -237,14 +245,21 @@ class Row:
     fcfs: list[float]
 
 
-def run(
-    policy_name: str, surface: str, seeds: int, requests: int, *, say: Callable[[str], None], before: str | None = None
-) -> Row:
-    """Learn from a cold start over so many requests; ``before``: after as many on another surface."""
+#: What can be measured: surface, and the one that was learned before it.
+CASES: dict[str, tuple[str, str | None]] = {
+    **{name: (name, None) for name in SURFACES},
+    "ridge after flat": ("ridge", "flat"),
+    "flat after ridge": ("flat", "ridge"),
+}
+
+
+def run(policy_name: str, case: str, seeds: Iterable[int], requests: int, say: Callable[[str], None]) -> Row:
+    """Learn from a cold start over so many requests, or from what as many on the surface before have taught."""
     shares: dict[str, list[float]] = {"learned": [], "online": [], "static": [], "fcfs": []}
     decisions = []
-    for seed in range(seeds):
-        say(f"{policy_name} on {surface}{f' after {before}' if before else ''}: seed {seed + 1} of {seeds}")
+    surface, before = CASES[case]
+    for seed in seeds:
+        say(f"{policy_name}: {case}: seed {seed}")
         policy = make_policy(Settings(policy=policy_name), SLOTS)
         assert isinstance(policy, LearnedPolicy)
         engine = Engine(before or surface, policy, seed)
@@ -255,33 +270,26 @@ def run(
         engine.run(requests - requests // 4)
         online = engine.run(requests // 4)
         decisions.append(policy.decisions - start)
-        top = fixed(surface, Table(*SURFACES[surface].best), seed + 1000)
-        shares["learned"].append(learned(policy, surface, seed) / top)
-        shares["online"].append(online / top)
-        shares["static"].append(fixed(surface, StaticPolicy(Settings(), SLOTS), seed + 1000) / top)
-        shares["fcfs"].append(fixed(surface, None, seed + 1000) / top)
-    return Row(
-        surface + (f" after {before}" if before else ""), policy_name, round(statistics.median(decisions)), **shares
-    )
+        top, static, fcfs = yardsticks(surface, seed + 1000)
+        for name, rate in zip(shares, (learned(policy, surface, seed), online, static, fcfs), strict=True):
+            shares[name].append(rate / top)
+    return Row(case, policy_name, round(statistics.median(decisions)), **shares)
 
 
-def rows(seeds: int, requests: int, say: Callable[[str], None]) -> Iterator[Row]:
-    """Every learned policy on every surface, and after a change of surface in either direction."""
-    for surface in SURFACES:
+def rows(cases: Iterable[str], seeds: int, requests: int, say: Callable[[str], None]) -> Iterator[Row]:
+    """Every learned policy in each of these ``CASES``."""
+    for case in cases:
         for policy in POLICIES:
-            yield run(policy, surface, seeds, requests, say=say)
-    for surface, before in (("ridge", "flat"), ("flat", "ridge")):
-        for policy in POLICIES:
-            yield run(policy, surface, seeds, requests, say=say, before=before)
+            yield run(policy, case, range(seeds), requests, say)
 
 
 def table(results: list[Row]) -> str:
     """Shares of the best fixed table: median and worst seed."""
-    head = ("surface", "policy", "decisions", "static", "fcfs", "learned", "worst", "online", "worst")
+    head = ("case", "policy", "decisions", "static", "fcfs", "learned", "worst", "online", "worst")
     lines = ["{:<18}{:<11}{:>9}{:>9}{:>9}{:>9}{:>9}{:>9}{:>9}".format(*head)]
     for row in results:
         shares = [statistics.median(row.static), statistics.median(row.fcfs)]
         for each in (row.learned, row.online):
             shares += [statistics.median(each), min(each)]
-        lines.append(f"{row.surface:<18}{row.policy:<11}{row.decisions:>9}" + "".join(f"{x:>9.1%}" for x in shares))
+        lines.append(f"{row.case:<18}{row.policy:<11}{row.decisions:>9}" + "".join(f"{x:>9.1%}" for x in shares))
     return "\n".join(lines)
