@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +11,14 @@ from hypothesis import strategies as st
 
 from feather_sglang.bench import surface
 from feather_sglang.cht import chunk_hashes
-from feather_sglang.scheduling import BatchingPolicy, BatchState, FeatherScheduler, Settings, SettingsError, StaticPolicy
+from feather_sglang.scheduling import (
+    BatchingPolicy,
+    BatchState,
+    FeatherScheduler,
+    Settings,
+    SettingsError,
+    StaticPolicy,
+)
 from feather_sglang.scheduling import learning as module
 from feather_sglang.scheduling.learning import ADD, STOP, LearnedPolicy
 from feather_sglang.scheduling.policies import make_policy
@@ -49,7 +57,7 @@ def credit(policy, state, action, reward, interval):
        related=st.booleans())  # fmt: skip
 def test_what_was_never_visited_is_decided_by_the_static_rule(name, batch, delta, sharing, held, related):
     state = BatchState(batch, delta, sharing, related, held)
-    assert make(name).admit(state) == (related and not delta or StaticPolicy(Settings(), SLOTS).admit(state))
+    assert make(name).admit(state) == ((related and not delta) or StaticPolicy(Settings(), SLOTS).admit(state))
 
 
 @pytest.mark.parametrize("name", LEARNED)
@@ -289,7 +297,7 @@ def test_a_snapshot_restores_through_json(name):
 )
 def test_what_does_not_fit_is_refused_in_one_line(change, message):
     policy = make()
-    with pytest.raises(ValueError, match="^[^\n]*$") as error:
+    with pytest.raises(ValueError, match=r"^[^\n]*$") as error:
         policy.restore({**policy.snapshot(), **change})
     assert message in str(error.value) and not policy.cells
 
@@ -357,12 +365,6 @@ def test_the_scheduler_tells_the_policy_what_was_formed():
 # ------------------------------------------------------------------ the proof
 
 
-def reached(name, case, seed, requests=24000):
-    row = surface.run(name, *surface.CASES[case][:1], [seed], requests, say=lambda text: None,
-                      before=surface.CASES[case][1])  # fmt: skip
-    return row
-
-
 @pytest.mark.parametrize("seed", range(2))
 def test_a_simulation_is_reproducible(seed):
     rates = [surface.Engine("ridge", make("ucb", exploration=0.2, discount=0.9), seed).run(1500) for _ in range(2)]
@@ -372,7 +374,19 @@ def test_a_simulation_is_reproducible(seed):
 def test_the_surfaces_are_not_trivial():
     """Static is far from the best on two of them, and stopping early costs on the two others."""
     for name, low, high in (("ridge", 0, 0.6), ("moderate", 0, 0.9), ("flat", 0.99, 1.01), ("wide", 0.99, 1.01)):
-        top, static, _ = surface._yardsticks(name, 0)
+        top, static, _ = surface.yardsticks(name, 0)
         assert low <= static / top <= high, name
     for name in ("flat", "wide"):
-        assert surface.fixed(name, surface.Table(4, 2), 0) < 0.6 * surface._yardsticks(name, 0)[0]
+        assert surface.fixed(name, surface.Table(4, 2), 0) < 0.6 * surface.yardsticks(name, 0)[0]
+
+
+def test_the_example_in_the_docs_works(tmp_path, monkeypatch):
+    page = (Path(__file__).parents[2] / "docs" / "policies.md").read_text()
+    code = page.split("<!-- example -->\n```python\n")[1].split("```")[0]
+    (tmp_path / "policy_from_the_docs.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    policy = make_policy(Settings(policy="policy_from_the_docs:Threshold"), SLOTS)
+    engine = surface.Engine("ridge", policy, 0)
+    engine.run(500)
+    assert policy.best > 0 and len(policy.sizes) <= 3
+    policy.restore(json.loads(json.dumps(policy.snapshot())))
