@@ -122,7 +122,7 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     policies.add_argument("--seeds", type=_positive, default=20, help="seeds for each row (default: %(default)s)")
     policies.add_argument(
-        "--requests", type=_positive, default=24000, help="requests to learn from (default: %(default)s)"
+        "--requests", type=_positive, default=36000, help="requests to learn from (default: %(default)s)"
     )
     policies.add_argument(
         "--cases", help="comma-separated surfaces, and changes such as 'ridge after flat' (default: all)"

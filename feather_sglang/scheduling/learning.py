@@ -113,6 +113,8 @@ class LearnedPolicy(BatchingPolicy):
         self._shared = 0  # decisions about strangers left until the traffic is taken to share nothing
         self._chosen: dict[int, int] = {}  # cell -> action, for the rest of the interval
         self._taken: dict[Decision, tuple[int, bool]] = {}  # since the last formed(): -> batch, on trial
+        self._interval = -1
+        self._followed: dict[Decision, bool] = {}  # in this interval -> on trial
         self._pending: deque[tuple[int, dict[Decision, bool]]] = deque(maxlen=_MAX_PENDING)  # followed, no reward yet
         self._episodes: deque[Episode] = deque()  # rewarded, return not complete
         # Trials
@@ -123,7 +125,8 @@ class LearnedPolicy(BatchingPolicy):
         self._last: KeysView[Decision] = {}.keys()
         self._rest = 0.0  # intervals until another one may start
         self._patience = 1  # factor of that; grows while trials bring nothing
-        self._usual = self._recent = self._on_trial = 0.0  # moving means of the reward: slow, fast, of the trial
+        self._usual = self._past = self._on_trial = 0.0  # means of the reward: recent, long, of the trial
+        self._rewards = 0
 
     # --------------------------------------------------------------- deciding
 
@@ -172,16 +175,19 @@ class LearnedPolicy(BatchingPolicy):
 
     def formed(self, interval: int, batch: int) -> None:
         """O(cells in which the plan decided)."""
-        if not self._pending or self._pending[-1][0] != interval:
-            if self._pending:
-                self._count_interval(self._pending[-1][1].keys())
-            self._pending.append((interval, {}))
+        if interval != self._interval:
+            self._count_interval(self._followed.keys())
+            self._interval = interval
+            self._followed = {}
             self._chosen = {}
-        followed = self._pending[-1][1]
+        new = {}
         for decision, (at, on_trial) in self._taken.items():
-            if at == batch if decision[1] == STOP else at < batch:
-                followed.setdefault(decision, on_trial)
+            if (at == batch if decision[1] == STOP else at < batch) and decision not in self._followed:
+                new[decision] = on_trial
         self._taken = {}
+        if new:
+            self._followed.update(new)
+            self._pending.append((interval, new))
 
     def learn(self, interval: int, reward: float) -> None:
         """O(cells decided in since the last one). The credit is given when the return is complete, episodes later."""
@@ -237,8 +243,7 @@ class LearnedPolicy(BatchingPolicy):
             threshold = size * _THRESHOLDS[self.trials % len(_THRESHOLDS)]
             self.trials += 1
             if best == (ADD if size < threshold else STOP) or self._worth_trying(arms, 1 - best):
-                start = self._pending[-1][0] + 1 if self._pending else 0
-                self._trial = Trial(state.related, threshold, start)
+                self._trial = Trial(state.related, threshold, self._interval + 1)
                 self._length = self._changes = self._extensions = 0
                 self._last = {}.keys()
                 self._on_trial = self._usual
@@ -275,14 +280,15 @@ class LearnedPolicy(BatchingPolicy):
         """Keep the means that tell whether a trial pays, and whether the traffic has changed."""
         if self._trial is not None:
             if interval >= self._trial.start:
-                self._on_trial += (reward - self._on_trial) * 0.1
+                self._on_trial += (reward - self._on_trial) * 0.05
             return
-        self._usual += (reward - self._usual) * (0.02 if self._usual else 1.0)
-        self._recent += (reward - self._recent) * (0.1 if self._recent else 1.0)
-        if abs(self._recent - self._usual) > _SURPRISE * self._usual:
-            self._usual = self._recent
+        self._rewards += 1
+        self._usual += (reward - self._usual) * max(0.02, 1 / self._rewards)
+        self._past += (reward - self._past) * max(0.002, 1 / self._rewards)
+        if abs(self._usual - self._past) > _SURPRISE * self._past:
+            self._past = self._usual
+            self._rest /= self._patience
             self._patience = 1
-            self._rest = min(self._rest, self._spacing)
 
     # ---------------------------------------------------------------- storing
 

@@ -69,7 +69,7 @@ class Settings:
     confidence_width: float = _setting(
         0.1, "ucb: width of the confidence bound of one visit, as a share of the value", low=0, high=10
     )
-    learning_rate: float = _setting(0.1, "qlearning: weight of a new return", low=0.001, high=1)
+    learning_rate: float = _setting(0.05, "qlearning: weight of a new return", low=0.001, high=1)
     batch_bins: str = _setting(
         "1,3,5,7,11,15,23,31,47,63,95,127,191,255,383,511", "upper edges of the bins of the batch size", edges=True
     )

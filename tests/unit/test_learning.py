@@ -131,12 +131,12 @@ def test_only_what_the_engine_followed_is_credited():
     policy = make(min_batch=64)
     for batch in range(20, 40):
         policy.admit(lossy(batch))
-    policy.formed(1, 24)  # it admitted four of twenty: the adds from 24 on were not followed
+    policy.formed(1, 22)  # it admitted two of twenty: the adds from 22 on were not followed
     policy.learn(1, 700.0)
     policy._close(0)
     assert list(policy.cells) == [cell(policy, lossy(20))]
-    policy.admit(lossy(24))
-    policy.formed(2, 24)
+    policy.admit(lossy(22))
+    policy.formed(2, 22)
     policy.learn(2, 700.0)
     assert not policy._episodes, "refused"
 
@@ -162,7 +162,7 @@ def test_a_late_reward_does_not_reach_the_decisions_taken_since():
     policy.formed(2, 50)
     policy.learn(1, 800.0)
     assert [list(each.decisions) for each in policy._episodes] == [[(cell(policy, lossy(20)), STOP)]]
-    policy.learn(1, 100.0)  # twice is once more of the same interval
+    policy.learn(1, 100.0)
     policy.learn(0, 100.0)
     assert len(policy._episodes) == 1
 
@@ -176,6 +176,73 @@ def test_the_return_looks_as_far_ahead_as_the_discount():
             policy.learn(n, reward)
         value = policy.cells[cell(policy, lossy(20))].value[STOP]
         assert value == expected if expected else 450 < value < 550
+
+
+def test_what_lies_beyond_is_the_best_known_for_qlearning_and_the_mean_for_ucb():
+    for name, expected in (("ucb", 100.0), ("qlearning", 0.5 * 100 + 0.5 * 900)):
+        policy = make(name, discount=0.5)
+        policy.cells[7] = module.Arms([900.0, 300.0], [1.0, 1.0])
+        policy.admit(lossy(20))
+        policy.formed(1, 20)
+        policy.learn(1, 100.0)
+        policy._close(7)
+        assert policy.cells[cell(policy, lossy(20))].value[STOP] == expected
+
+
+def test_a_trial_says_nothing_about_what_came_before_it():
+    policy = make()
+    for n, batch in enumerate((20, 50, 30)):
+        policy.admit(lossy(batch))
+        policy.formed(n, batch)
+        if n == 2:
+            policy._pending[-1][1][cell(policy, lossy(30)), STOP] = True  # on trial
+        policy.learn(n, 500.0)
+    assert [list(each.decisions) for each in policy._episodes] == [[(cell(policy, lossy(30)), STOP)]]
+    assert len(policy.cells) == 2, "those before it have their credit"
+
+
+def test_ucb_tries_again_what_has_not_been_tried_for_long():
+    policy = make("ucb")
+    arms = module.Arms([900.0, 500.0], [20.0, 5.0])
+    assert not policy._worth_trying(arms, ADD), "clearly worse"
+    for _ in range(200):
+        policy._credit(arms, STOP, 900.0)
+    assert policy._worth_trying(arms, ADD)
+    assert policy._worth_trying(module.Arms([900.0, 0.0], [1.0, 0.0]), ADD), "never tried"
+
+
+def on_trial(policy, rewards):
+    """Begin a trial, and let an interval pass for each reward; returns for how many it lasted."""
+    for n in range(10):
+        policy.learn(n, 500.0)
+    policy._start_trial(module.Arms(), STOP, lossy(20))
+    lasted = 0
+    for n, reward in enumerate(rewards, 10):
+        policy.admit(lossy((20, 50)[n % 2]))
+        policy.formed(n, (20, 50)[n % 2])
+        policy.learn(n, reward)
+        lasted += policy._trial is not None
+    return lasted
+
+
+def test_a_trial_that_pays_goes_on():
+    bad, good = make(exploration=0.2), make(exploration=0.2)
+    assert on_trial(bad, [500.0] * 40) < 15 and bad._rest > 0
+    assert on_trial(good, [900.0] * 100) == 100
+    assert on_trial(make(exploration=0.2), [900.0] * 400) < 300, "but not for ever"
+
+
+def test_a_change_of_traffic_ends_the_patience():
+    policy = make(exploration=0.2)
+    for n in range(1000):
+        policy.learn(n, 1000.0)
+    policy._patience, policy._rest = 64, 6400.0
+    for n in range(1000, 1010):
+        policy.learn(n, 1000.0)
+    assert policy._patience == 64
+    for n in range(1010, 1060):
+        policy.learn(n, 500.0)
+    assert policy._patience == 1 and policy._rest == 100
 
 
 @pytest.mark.parametrize("reward", [0.0, -1.0, math.nan, math.inf])
@@ -228,6 +295,12 @@ def test_frozen_it_tries_nothing_and_learns_nothing(name):
     drive(policy, 3)
     assert not policy.cells and not policy.trials
     assert drive(make(name, exploration=0), 3)[1].count(True) == 0
+    warm = make(name, exploration=0.5)
+    drive(warm, 3)
+    assert warm.trials
+    policy.restore(warm.snapshot())
+    drive(policy, 3)
+    assert not policy.trials and policy.snapshot() == warm.snapshot()
 
 
 @pytest.mark.parametrize("name", LEARNED)
@@ -390,3 +463,17 @@ def test_the_example_in_the_docs_works(tmp_path, monkeypatch):
     engine.run(500)
     assert policy.best > 0 and len(policy.sizes) <= 3
     policy.restore(json.loads(json.dumps(policy.snapshot())))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", LEARNED)
+def test_where_mixing_costs_little_it_gains_on_static(name, seed):
+    row = surface.run(name, "moderate", [seed], 16000, lambda text: None)
+    assert row.static[0] < 0.85 and row.learned[0] >= 0.88 and row.decisions < 5000
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", LEARNED)
+def test_where_homogeneity_brings_nothing_it_ends_up_admitting_as_fcfs_does(name, seed):
+    row = surface.run(name, "flat", [seed], 6000, lambda text: None)
+    assert row.learned[0] >= 0.99 * row.fcfs[0]
