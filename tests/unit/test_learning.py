@@ -154,6 +154,27 @@ def test_a_stop_counts_once_an_interval_and_an_unrewarded_one_goes_with_the_next
     assert [each.weight[STOP] for each in arms] == [1, 1] and [each.value[STOP] for each in arms] == [800, 800]
 
 
+def test_a_stop_repeated_after_its_reward_is_not_credited_again():
+    policy = make()
+    for _ in range(2):
+        policy.admit(lossy(20))
+        policy.formed(1, 20)
+        policy.learn(1, 800.0)
+    assert not policy._pending and [each.intervals for each in policy._episodes] == [2]
+    policy.admit(lossy(20))
+    policy.formed(1, 20)
+    assert not policy._pending
+
+
+def test_those_held_count_as_in_the_batch():
+    policy = make()
+    relative = lossy(20, related=True)
+    for n in range(6):
+        credit(policy, relative, n % 2, 900 if n % 2 else 500, n)
+    policy._chosen = {}
+    assert policy.admit(relative._replace(batch=12, held=8)) and not policy.admit(relative._replace(held=30))
+
+
 def test_a_late_reward_does_not_reach_the_decisions_taken_since():
     policy = make()
     policy.admit(lossy(20))
