@@ -73,6 +73,7 @@ class BatchingPolicy(ABC):
             raise ValueError(f"{type(self).__name__} learns nothing, so there is nothing to restore")
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class StaticPolicy(BatchingPolicy):
     """The paper's static heuristic: admit while little shared depth is lost, or while the batch is small.
 
