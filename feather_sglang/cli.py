@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 import json
 import os
@@ -146,6 +147,22 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     locality.add_argument("--json", metavar="FILE", help="write the results as JSON; - for standard output")
     locality.add_argument("--folder", type=Path, default=Path(".demo"), help="model and logs (default: %(default)s)")
     locality.set_defaults(run=_locality)
+    policies = bench.add_parser(
+        "policies",
+        help="whether the learned batching policies learn, on simulated throughput surfaces",
+        description="Drive the scheduler and its learned policies on a simulated engine whose throughput is known, and "
+        "compare them with the best fixed decision table. Simulated; needs neither sglang nor a GPU.",
+    )
+    policies.add_argument("--seeds", type=_positive, default=20, help="seeds for each row (default: %(default)s)")
+    policies.add_argument(
+        "--requests", type=_positive, default=36000, help="requests to learn from (default: %(default)s)"
+    )
+    policies.add_argument(
+        "--cases", help="comma-separated surfaces, and changes such as 'ridge after flat' (default: all)"
+    )
+    policies.add_argument("--search", action="store_true", help="search the best fixed tables anew, and print them")
+    policies.add_argument("--json", metavar="FILE", help="write the results as JSON; - for standard output")
+    policies.set_defaults(run=_policies)
 
 
 def _overhead(args: argparse.Namespace) -> int:
@@ -251,6 +268,24 @@ def _compile(args: argparse.Namespace) -> int:
     compiling.compile_modules()
     print("the scheduling pass is compiled; 'feather-sglang compile --remove' takes it out")
     return 0
+
+
+def _policies(args: argparse.Namespace) -> int:
+    from feather_sglang.bench import surface
+
+    if args.search:
+        best = {}
+        for name in surface.SURFACES:
+            _say(f"searching on {name}")
+            best[name] = surface.search(name)
+        text = "\n".join(f"{name}: strangers below {a}, costing depth below {b}" for name, (a, b) in best.items())
+        return _report(text, json.dumps(best, indent=2), args.json)
+    cases = args.cases.split(",") if args.cases else list(surface.CASES)
+    unknown = [case for case in cases if case not in surface.CASES]
+    if unknown:
+        return _bad_use(f"unknown case '{unknown[0]}'; valid: {', '.join(surface.CASES)}")
+    rows = list(surface.rows(cases, args.seeds, args.requests, _say))
+    return _report(surface.table(rows), json.dumps([dataclasses.asdict(row) for row in rows], indent=2), args.json)
 
 
 def _report(text: str, as_json: str, target: str | None) -> int:

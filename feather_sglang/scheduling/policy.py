@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from mypy_extensions import mypyc_attr
 
@@ -47,7 +47,33 @@ class BatchingPolicy(ABC):
             state = BatchState(batch + 1, delta, sharing - 1, related, held + hold)
         return len(holds)
 
+    def formed(self, interval: int, batch: int) -> None:
+        """A plan is closed: ``batch`` requests are active, and the decode steps that follow belong to ``interval``.
 
+        Of the decisions since the last call those were followed that added at ``state.batch < batch`` or stopped at
+        ``state.batch == batch``; the engine refused the others. Called again with the same number after a pass that
+        admitted nobody.
+        """
+        return
+
+    def learn(self, interval: int, reward: float) -> None:
+        """The decode throughput of an interval, in output tokens/s, prefill excluded.
+
+        It comes late, possibly after decisions for later intervals, and never for an interval without a decode step.
+        """
+        return
+
+    def snapshot(self) -> dict[str, Any]:
+        """What was learned, as a copy that JSON can hold. Called in the decode loop."""
+        return {}
+
+    def restore(self, data: Mapping[str, Any]) -> None:
+        """Take over what :meth:`snapshot` gave. Raises ``ValueError``, in one line, if it does not fit."""
+        if data:
+            raise ValueError(f"{type(self).__name__} learns nothing, so there is nothing to restore")
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
 class StaticPolicy(BatchingPolicy):
     """The paper's static heuristic: admit while little shared depth is lost, or while the batch is small.
 

@@ -16,7 +16,8 @@ from mypy_extensions import mypyc_attr
 
 from feather_sglang.cht import ChunkedHashTree, Run
 from feather_sglang.scheduling.arrivals import ArrivalOrder, Ticket
-from feather_sglang.scheduling.policy import BatchingPolicy, BatchState, StaticPolicy
+from feather_sglang.scheduling.policies import make_policy
+from feather_sglang.scheduling.policy import BatchingPolicy, BatchState
 from feather_sglang.scheduling.settings import Settings
 
 # How far past held requests to look for one that is not; more are held only for the passes of one prefill.
@@ -57,7 +58,7 @@ class FeatherScheduler:
         if max_batch < 1:
             raise ValueError(f"max_batch must be at least 1, got {max_batch}")
         self.tree = ChunkedHashTree(settings.chunk_size)
-        self._policy: BatchingPolicy = policy if policy is not None else StaticPolicy(settings, max_batch)
+        self._policy: BatchingPolicy = policy if policy is not None else make_policy(settings, max_batch)
         self._chunk_size = settings.chunk_size
         self._max_passes = settings.max_passes
         self._queue = ArrivalOrder()  # those who wait
@@ -73,6 +74,7 @@ class FeatherScheduler:
         self._stop = Stop.EMPTY
         self._settled = False  # the last plan was empty by choice, and nothing has changed since
         self._forced = False  # the open plan has served an overdue request
+        self._interval = 0  # the decode steps from one admission to the next
 
     # ----------------------------------------------------------------- events
 
@@ -87,6 +89,7 @@ class FeatherScheduler:
     def admit(self, rid: Hashable) -> None:
         """The engine admitted a waiting request outside the plan. Raises ``KeyError`` if it is not waiting."""
         self._activate([rid], [self._ticket(rid)])
+        self._interval += 1
         self._settled = False
 
     def leave(self, rid: Hashable) -> None:
@@ -140,6 +143,19 @@ class FeatherScheduler:
     def last_stop(self) -> Stop:
         """Why the last plan ended."""
         return self._stop
+
+    @property
+    def policy(self) -> BatchingPolicy:
+        """The batching policy, for rewards and for its stored state."""
+        return self._policy
+
+    @property
+    def interval(self) -> int:
+        """Number of the interval to which the next decode steps belong: it grows with each admission.
+
+        For ``policy.learn``; read it after :meth:`confirm`.
+        """
+        return self._interval
 
     # ------------------------------------------------------------------- plans
 
@@ -223,6 +239,9 @@ class FeatherScheduler:
             elif number < activated:
                 self._deactivate(rid)
         self._activate(joined, joined_tickets)
+        if ran:
+            self._interval += 1
+        self._policy.formed(self._interval, self.tree.num_active)
         if not self._queue:
             return
         oldest = self._queue.first()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-POLICIES = ("static",)
+POLICIES = ("static", "ucb", "qlearning")
 FALLBACKS = ("fcfs", "lpm", "dfs-weight")
 
 
@@ -16,15 +18,27 @@ class SettingsError(ValueError):
     """A setting is wrong: one line that says what, where, and which values are valid."""
 
 
-def _setting(default: Any, help_: str, *, low: int | None = None, choices: tuple[str, ...] | None = None) -> Any:
-    return field(default=default, metadata={"help": help_, "low": low, "choices": choices})
+def _setting(
+    default: Any,
+    help_: str,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    choices: tuple[str, ...] | None = None,
+    edges: bool = False,
+) -> Any:
+    return field(
+        default=default, metadata={"help": help_, "low": low, "high": high, "choices": choices, "edges": edges}
+    )
 
 
 @dataclass(frozen=True)
 class Settings:
     """All of Feather's settings. Depths are in chunks."""
 
-    policy: str = _setting("static", "batching policy: when to stop adding to a batch", choices=POLICIES)
+    policy: str = _setting(
+        "static", "batching policy: when to stop adding to a batch; one of your own: package.module:Class"
+    )
     chunk_size: int = _setting(64, "tokens per chunk of the hash tree", low=1)
     depth_tolerance: int = _setting(4, "chunks of shared depth that one admission may cost the batch", low=0)
     crowd: int = _setting(10, "waiting requests at the remaining depth from which crowd_tolerance applies", low=1)
@@ -37,6 +51,31 @@ class Settings:
     )
     fallback_policy: str = _setting(
         "fcfs", "SGLang policy that takes over a pass in which Feather fails", choices=FALLBACKS
+    )
+    freeze: bool = _setting(False, "a learned policy tries nothing out and learns nothing more")
+    exploration: float = _setting(
+        0.2, "largest share of intervals that a learned policy spends on trials; 0: none", low=0, high=0.5
+    )
+    min_gain: float = _setting(
+        0.02, "share by which an action must beat the static rule's to be preferred to it", low=0, high=1
+    )
+    discount: float = _setting(
+        0.9,
+        "weight of each further episode in what a decision is credited with; 0: its own reward alone",
+        low=0,
+        high=0.99,
+    )
+    memory: int = _setting(50, "ucb: visits of a cell after which evidence has lost most of its weight", low=2)
+    confidence_width: float = _setting(
+        0.1, "ucb: width of the confidence bound of one visit, as a share of the value", low=0, high=10
+    )
+    learning_rate: float = _setting(0.05, "qlearning: weight of a new return", low=0.001, high=1)
+    batch_bins: str = _setting(
+        "1,3,5,7,11,15,23,31,47,63,95,127,191,255,383,511", "upper edges of the bins of the batch size", edges=True
+    )
+    delta_bins: str = _setting("0,4,6,16,64", "upper edges of the bins of the depth lost, in chunks", edges=True)
+    sharing_bins: str = _setting(
+        "1,9,31", "upper edges of the bins of the requests that share what remains", edges=True
     )
     trace: str = _setting("", "file to which every admission pass is written as a line of JSON; empty: none")
 
@@ -62,25 +101,61 @@ class Settings:
         return cls(**parsed)
 
 
+def bin_edges(text: str) -> list[int]:
+    """``"1,3,7"`` as numbers. Raises ``ValueError`` unless they ascend from 0 or more."""
+    edges = [int(part) for part in text.split(",")]
+    if edges[0] < 0 or any(high <= low for low, high in itertools.pairwise(edges)):
+        raise ValueError(f"not ascending: {text}")
+    return edges
+
+
 def _convert(spec: dataclasses.Field[Any], value: Any, where: str) -> Any:
-    low, choices = spec.metadata["low"], spec.metadata["choices"]
-    if isinstance(spec.default, int):
-        number = _integer(value)
-        if number is None or (low is not None and number < low):
-            raise SettingsError(f"{where} must be an integer of at least {low}, got {value!r}")
-        return number
+    if isinstance(spec.default, bool):
+        return _boolean(value, where)
+    if isinstance(spec.default, int | float):
+        return _number(spec, value, where)
+    if spec.name == "policy":
+        return _policy(value, where)
+    if spec.metadata["edges"]:
+        return _edges(value, where)
+    choices = spec.metadata["choices"]
     if not isinstance(value, str) or (choices and value not in choices):
         valid = f"one of {', '.join(choices)}" if choices else "a string"
         raise SettingsError(f"{where} must be {valid}, got {value!r}")
     return value
 
 
-def _integer(value: Any) -> int | None:
-    if isinstance(value, bool):
-        return None
-    if isinstance(value, int):
-        return value
+def _boolean(value: Any, where: str) -> bool:
+    known = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+    given = known.get(str(value).lower())
+    if given is None:
+        raise SettingsError(f"{where} must be true or false, got {value!r}")
+    return given
+
+
+def _number(spec: dataclasses.Field[Any], value: Any, where: str) -> int | float:
+    kind = int if isinstance(spec.default, int) else float
+    low, high = spec.metadata["low"], spec.metadata["high"]
+    number: int | float | None = None
+    if not isinstance(value, bool) and isinstance(value, str | int | kind):
+        with contextlib.suppress(ValueError):
+            number = kind(value)
+    if number is None or not low <= number or (high is not None and not number <= high):
+        valid = f"a number from {low} to {high}" if high is not None else f"an integer of at least {low}"
+        raise SettingsError(f"{where} must be {valid}, got {value!r}")
+    return number
+
+
+def _policy(value: Any, where: str) -> str:
+    module, colon, name = value.partition(":") if isinstance(value, str) else ("", "", "")
+    own = colon and name.isidentifier() and all(part.isidentifier() for part in module.split("."))
+    if not own and value not in POLICIES:
+        raise SettingsError(f"{where} must be one of {', '.join(POLICIES)} or package.module:Class, got {value!r}")
+    return str(value)
+
+
+def _edges(value: Any, where: str) -> str:
     try:
-        return int(value) if isinstance(value, str) else None
+        return ",".join(map(str, bin_edges(str(value))))
     except ValueError:
-        return None
+        raise SettingsError(f"{where} must be ascending integers of at least 0, as in 1,3,7, got {value!r}") from None
