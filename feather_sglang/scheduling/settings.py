@@ -77,6 +77,8 @@ class Settings:
     sharing_bins: str = _setting(
         "1,9,31", "upper edges of the bins of the requests that share what remains", edges=True
     )
+    state: str = _setting("", "file in which a learned policy keeps what it has learned; empty: none")
+    state_period_s: int = _setting(60, "seconds between two saves of the state file", low=1)
     trace: str = _setting("", "file to which every admission pass is written as a line of JSON; empty: none")
 
     @classmethod

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 from array import array
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 from counting import calls_during
@@ -16,7 +18,8 @@ from feather_sglang.engines.sglang.admission import (
     around_get_new_batch_prefill,
 )
 from feather_sglang.engines.sglang.controller import Controller, controller_of, namespace_of
-from feather_sglang.scheduling import FeatherScheduler, Settings
+from feather_sglang.scheduling import FeatherScheduler, Settings, StaticPolicy
+from feather_sglang.scheduling.state_file import StateFile
 
 
 class Req:
@@ -31,22 +34,23 @@ class Req:
 class Engine:
     """SGLang's scheduler, reduced to its queue, its batch and a pass that admits whom the policy puts first."""
 
-    def __init__(self, slots=8, controller=Controller, **settings):
+    def __init__(self, slots=8, controller=Controller, state=None, **settings):
         self.waiting_queue, self.chunked_req, self.tree_cache = [], None, None
         self.running_batch = SimpleNamespace(reqs=[], batch_is_full=False)
         self.max_running_requests, self.max_prefill_tokens, self.chunked_prefill_size = slots, 10**6, None
         self.policy = SimpleNamespace()
         self.own_passes = 0
-        self.controller = controller(self, Settings.parse({"chunk_size": 4, "min_batch": 2, **settings}, "test"), 0)
+        chosen = Settings.parse({"chunk_size": 4, "min_batch": 2, **settings}, "test")
+        self.controller = controller(self, chosen, 0, state)
         self.controller.attach()
 
     def run_pass(self, room=10**9):
         self.finish_prefills()
-        return around_get_new_batch_prefill(Engine.prefill, self, room, running_batch=self.running_batch)
+        return around_get_new_batch_prefill(Engine.prefill, self, room, running_batch=self.running_batch) or []
 
     def prefill(self, room, running_batch):
         if running_batch.batch_is_full or not self.waiting_queue:
-            return []
+            return None
         around_calc_priority(Engine.own_policy, self.policy, self.waiting_queue, running_batch)
         chunked = [self.chunked_req] if self.chunked_req else []
         adder = SimpleNamespace(can_run_list=list(chunked), running_batch=running_batch)
@@ -58,7 +62,7 @@ class Engine:
         self.waiting_queue = [req for req in self.waiting_queue if req not in adder.can_run_list]
         admitted = adder.can_run_list[len(chunked) :]
         running_batch.reqs += admitted
-        return admitted
+        return admitted or None
 
     def own_policy(self, *_):
         Engine.last.own_passes += 1
@@ -171,6 +175,82 @@ def test_an_idle_pass_costs_the_same_however_many_wait():
         return count
 
     assert calls(20) == calls(2000) < 40
+
+
+class Recorder(StaticPolicy):
+    """Static, and keeps what it is told."""
+
+    heard: ClassVar[list] = []
+    fail = False
+
+    def learn(self, interval, reward):
+        if Recorder.fail:
+            raise RuntimeError("broken on purpose")
+        Recorder.heard.append((interval, reward))
+
+    def snapshot(self):
+        return {"heard": len(Recorder.heard)}
+
+    def restore(self, data):
+        Recorder.heard.append(("restored", data["heard"]))
+
+
+@pytest.fixture
+def recorder():
+    Recorder.heard.clear()
+    Recorder.fail = False
+    return f"{__name__}:Recorder"
+
+
+def test_a_policy_hears_how_fast_its_batch_decoded_once_the_batch_changes(recorder):
+    engine = Engine(policy=recorder)
+    engine.waiting_queue += [Req(i, [1] * 40 + [100 + i] * 4) for i in range(3)]
+    for _ in range(6):
+        engine.run_pass()
+    assert engine.controller._core.interval == 2, "a leader, then its followers"
+    assert not Recorder.heard, "nobody has joined a batch that decodes"
+    engine.waiting_queue.append(Req(9, [1] * 40 + [900] * 4))
+    engine.run_pass()
+    [(interval, reward)] = Recorder.heard
+    assert interval == 2 and reward > 0
+    assert engine.controller._core.interval == 3
+
+
+def test_a_static_policy_is_not_measured_for():
+    assert Engine().controller._meter is None
+
+
+def test_what_was_learned_survives_a_failure_and_a_policy_that_fails_is_no_end(recorder, caplog):
+    engine = Engine(policy=recorder)
+    engine.waiting_queue += [Req(i, [1] * 40 + [100 + i] * 4) for i in range(3)]
+    for _ in range(6):
+        engine.run_pass()
+    Recorder.fail = True
+    engine.waiting_queue.append(Req(9, [1] * 40 + [900] * 4))
+    engine.run_pass()
+    assert engine.controller.failures == 1 and "while learning" in caplog.text
+    assert ("restored", 0) in Recorder.heard
+    engine.waiting_queue.append(Req(10, [1] * 40 + [901] * 4))
+    engine.run_pass()
+    agrees(engine)
+    assert len(engine.running_batch.reqs) == 5
+
+
+def test_the_state_is_loaded_at_start_and_saved_while_learning(recorder, tmp_path):
+    path = tmp_path / "state.json"
+    for heard in (1, 2):
+        engine = Engine(policy=recorder, state=StateFile(path, 1e-9, {}))
+        engine.waiting_queue += [Req(i, [1] * 40 + [100 + i] * 4) for i in range(3)]
+        for number in range(6):
+            engine.run_pass()
+            engine.run_pass()
+            engine.run_pass()
+            engine.waiting_queue.append(Req(("late", number), [1] * 40 + [900 + number] * 4))
+            engine.run_pass()
+            engine.running_batch.reqs.pop(0)
+        engine.controller._state.close()
+        assert json.loads(path.read_text())["state"]["heard"] > 2
+        assert (heard == 2) == any(entry[0] == "restored" for entry in Recorder.heard)
 
 
 class Broken(FeatherScheduler):

@@ -14,15 +14,18 @@ def around_get_new_batch_prefill(original: Callable[..., Any], scheduler: Any, *
     if controller is None:
         return original(scheduler, *args, **kwargs)
     running_batch = kwargs.get("running_batch", scheduler.running_batch)
+    controller.begin_pass()
     idle = controller.nothing_to_do(running_batch)
     # SGLang's own early exit, then: it still looks after its grammar queue, and walks nothing.
     running_batch.batch_is_full = running_batch.batch_is_full or idle
+    batch = None
     try:
-        return original(scheduler, *args, **kwargs)
+        batch = original(scheduler, *args, **kwargs)
+        return batch
     finally:
         if idle:
             running_batch.batch_is_full = False
-        controller.end_pass()
+        controller.end_pass(batch is not None, len(running_batch.reqs))
 
 
 def around_calc_priority(

@@ -80,6 +80,19 @@ def _read_yaml(path: str) -> dict[str, Any]:
     return content
 
 
+def unsupported_policy(args: Any, settings: Settings) -> str | None:
+    """Why this batching policy or state file does not go with these SGLang arguments, or ``None``."""
+    if settings.policy in ("ucb", "qlearning") and (getattr(args, "tp_size", 1) or 1) > 1:
+        return (
+            f"--feather-policy {settings.policy} is not supported with --tp-size above 1 yet, since each rank "
+            "would learn from a clock of its own; use --feather-policy static"
+        )
+    folder = Path(settings.state).absolute().parent
+    if settings.state and not os.access(folder, os.W_OK | os.X_OK):
+        return f"--feather-state or FEATHER_STATE: nothing can be written in {folder}; name a file in another folder"
+    return None
+
+
 def unsupported(args: Any) -> str | None:
     """Why these SGLang arguments do not go with ``feather``, or ``None``. Works on a parsed namespace or ServerArgs."""
     if getattr(args, "enable_priority_scheduling", False):

@@ -11,14 +11,17 @@ import logging
 import time
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
 from mypy_extensions import mypyc_attr
 
 from feather_sglang.cht import chunk_hashes
-from feather_sglang.scheduling import FeatherScheduler, Settings
+from feather_sglang.engines.sglang.decode_meter import DecodeMeter
+from feather_sglang.scheduling import BatchingPolicy, FeatherScheduler, Settings
+from feather_sglang.scheduling.state_file import StateFile
 
 logger = logging.getLogger(__name__)
 
@@ -41,12 +44,13 @@ class Controller:
         scheduler: SGLang's ``Scheduler``, its policy and memory pools built.
         settings: Feather's settings.
         rank: tensor parallel rank, for the name of the trace file.
+        state: where a learned policy keeps what it has learned; loaded here.
     """
 
     #: The controller whose plan is being followed in this process right now.
     in_pass: ClassVar[Controller | None] = None
 
-    def __init__(self, scheduler: Any, settings: Settings, rank: int) -> None:
+    def __init__(self, scheduler: Any, settings: Settings, rank: int, state: StateFile | None = None) -> None:
         from sglang.srt.managers.schedule_policy import AddReqResult
 
         self.refusal = AddReqResult.OTHER
@@ -64,6 +68,13 @@ class Controller:
         self._places = array("q")  # of SGLang's queue, but for those in front
         self._in_front = 0  # requests at the head of SGLang's queue that a plan put there and SGLang left
         self._trace = _Trace(settings.trace, rank) if settings.trace else None
+        self._meter: DecodeMeter | None = None
+        if type(self._core.policy).learn is not BatchingPolicy.learn:
+            # A step more where SGLang processes a batch's result while the next batch runs.
+            self._meter = DecodeMeter(settle=1 + bool(getattr(scheduler, "enable_overlap", False)))
+        self._state = state
+        if state is not None:
+            state.load(self._core.policy.restore)
 
     def attach(self) -> None:
         """Let the hooks find this controller."""
@@ -73,6 +84,11 @@ class Controller:
         self._scheduler.policy.waiting_queue_prefix_matched = lambda waiting_queue: False
 
     # --------------------------------------------------------------- the pass
+
+    def begin_pass(self) -> None:
+        """A scheduling pass begins; whatever ran before it is over."""
+        if self._meter is not None:
+            self._meter.begin(time.perf_counter())
 
     def nothing_to_do(self, running_batch: Any) -> bool:
         """Whether the plan is still "admit nobody". O(1) if nothing changed, whatever waits."""
@@ -130,8 +146,17 @@ class Controller:
             self._admitted.append(req)
         return result
 
-    def end_pass(self) -> None:
-        """Tell Feather what SGLang really admitted. Does nothing if no plan was asked for."""
+    def end_pass(self, prefill: bool, running: int) -> None:
+        """Tell Feather what SGLang really admitted, if a plan was asked for.
+
+        Args:
+            prefill: whether SGLang prefills next, instead of decoding.
+            running: requests in the running batch.
+        """
+        if self._admitted and self._meter is not None:
+            self._learn(self._meter)
+        if self._meter is not None:
+            self._meter.end(prefill, running)
         if Controller.in_pass is not self:
             return
         Controller.in_pass = None
@@ -148,6 +173,21 @@ class Controller:
                 self._trace.write(admitted, self)
         except Exception:
             self._failed("closing a pass")
+
+    def _learn(self, meter: DecodeMeter) -> None:
+        """The batch is about to change: what it decoded is the reward of the decisions that formed it."""
+        reward = meter.take()
+        if reward is None:
+            return
+        try:
+            self._core.policy.learn(self._core.interval, reward)
+            if self._state is not None:
+                self._state.maybe_save(time.monotonic(), self._snapshot)
+        except Exception:
+            self._failed("learning")
+
+    def _snapshot(self) -> Mapping[str, Any]:
+        return self._core.policy.snapshot()
 
     def _put_first(self, order: list[Any], queue: list[Any]) -> None:
         """Move the planned requests to the head; the others keep their order. O(log W) a request, and moving pointers.
@@ -283,7 +323,10 @@ class Controller:
         if self.failures == _MAX_FAILURES:
             self.disabled = True
             logger.error("Feather failed %d times and is off until the server is restarted.", self.failures)
+        learned = self._core.policy
         self._core = self._new_core()
+        with suppress(Exception):  # a policy that cannot say what it has learned starts afresh
+            self._core.policy.restore(learned.snapshot())
         self._cached = {}
         self._planned = set()
         self._admitted = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import logging
+import platform
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,8 @@ from feather_sglang import compiling
 from feather_sglang.engines.sglang import arguments
 from feather_sglang.engines.sglang.controller import Controller
 from feather_sglang.engines.sglang.timed import TimedController
-from feather_sglang.scheduling import SettingsError
+from feather_sglang.scheduling import Settings, SettingsError
+from feather_sglang.scheduling.state_file import StateFile
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +54,11 @@ def around_init_schedule_policy(original: Callable[..., Any], scheduler: Any) ->
             "first served."
         )
         return result
-    controller = (TimedController if settings.trace else Controller)(scheduler, settings, rank)
+    try:
+        state = _state_file(scheduler, settings) if rank == 0 else None
+        controller = (TimedController if settings.trace else Controller)(scheduler, settings, rank, state)
+    except (OSError, SettingsError) as error:
+        raise RuntimeError(f"feather-sglang: {error}") from error
     controller.attach()
     logger.info(
         "Feather is scheduling: feather-sglang %s (%s), sglang %s, slots %d, fallback %s, %s",
@@ -66,6 +72,23 @@ def around_init_schedule_policy(original: Callable[..., Any], scheduler: Any) ->
     return result
 
 
+def _state_file(scheduler: Any, settings: Settings) -> StateFile | None:
+    """The state file; with data parallelism each scheduler has one of its own."""
+    if not settings.state:
+        return None
+    import torch
+    from sglang.srt.runtime_context import get_parallel
+
+    gpu = torch.cuda.is_available()
+    identity = {
+        "model": str(scheduler.server_args.model_path),
+        "hardware": torch.cuda.get_device_name() if gpu else f"{platform.machine()} CPU",
+    }
+    dp_rank = get_parallel().dp_rank
+    path = f"{settings.state}.dp{dp_rank}" if dp_rank else settings.state
+    return StateFile(path, settings.state_period_s, identity)
+
+
 def _first_problem(args: Any) -> str | None:
     from feather_sglang.engines.sglang import hooks  # the table names this module
 
@@ -73,8 +96,11 @@ def _first_problem(args: Any) -> str | None:
     if unsupported is not None:
         return unsupported
     try:
-        arguments.load_settings()
+        settings = arguments.load_settings()
     except SettingsError as error:
         return str(error)
+    unsupported = arguments.unsupported_policy(args, settings)
+    if unsupported is not None:
+        return unsupported
     found = hooks.problems()
     return found[0] if found else None

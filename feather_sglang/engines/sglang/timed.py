@@ -44,8 +44,8 @@ class TimedController(Controller):
         finally:
             self.hook_s += time.perf_counter() - started
 
-    def end_pass(self) -> None:
+    def end_pass(self, prefill: bool, running: int) -> None:
         """See :class:`Controller`."""
         started = time.perf_counter()
-        super().end_pass()
+        super().end_pass(prefill, running)
         self.hook_s += time.perf_counter() - started
