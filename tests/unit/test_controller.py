@@ -231,9 +231,12 @@ def test_what_was_learned_survives_a_failure_and_a_policy_that_fails_is_no_end(r
     assert engine.controller.failures == 1 and "while learning" in caplog.text
     assert ("restored", 0) in Recorder.heard
     engine.waiting_queue.append(Req(10, [1] * 40 + [901] * 4))
+    for _ in range(3):  # the new state learns first which prefixes are computed
+        engine.run_pass()
+    engine.waiting_queue.append(Req(11, [2] * 40))
     engine.run_pass()
     agrees(engine)
-    assert len(engine.running_batch.reqs) == 5
+    assert len(engine.running_batch.reqs) >= 5
 
 
 def test_the_state_is_loaded_at_start_and_saved_while_learning(recorder, tmp_path):
