@@ -371,7 +371,6 @@ def test_a_million_operations_leave_no_more_behind_than_a_hundred_thousand():
     scheduler = FeatherScheduler(Settings(min_batch=2), 64)
     rng = random.Random(5)
     running, waiting, sizes, number, done = [], [], [], 0, 0
-    baseline = len(gc.get_objects())
     for target in (100_000, 1_000_000):
         while done < target:
             while len(waiting) < 500:
@@ -400,7 +399,7 @@ def test_a_million_operations_leave_no_more_behind_than_a_hundred_thousand():
             running = [rid for rid in running if rid not in gone]
             done += 42 + 3 * len(plan)
         gc.collect()
-        sizes.append((scheduler.tree.num_heap_entries, len(scheduler._queue._listed), len(gc.get_objects()) - baseline))
+        sizes.append((scheduler.tree.num_heap_entries, len(scheduler._queue._listed), len(gc.get_objects())))
     scheduler._check()
     for early, late in zip(*sizes, strict=True):
-        assert late < 1.2 * early + 500, sizes
+        assert late < early + 1500, sizes  # 900,000 operations later; some 2,000 entries and 10,000 objects are alive
