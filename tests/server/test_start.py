@@ -51,7 +51,13 @@ FEATHER = ("--device=cpu", "--schedule-policy=feather")
         (("--enable-priority-scheduling",), "--enable-priority-scheduling does not go with --schedule-policy feather"),
         (("--pp-size=2",), "--pp-size above 1 is not supported"),
         (("--feather-chunk-size=0",), "chunk_size must be an integer of at least 1, got '0'"),
-        (("--feather-policy=magic",), "policy must be one of static, got 'magic'"),
+        (
+            ("--feather-policy=magic",),
+            "policy must be one of static, ucb, qlearning or package.module:Class, got 'magic'",
+        ),
+        (("--feather-policy=no_such.module:Policy",), "policy: no_such.module:Policy cannot be imported"),
+        (("--feather-policy=ucb", "--tp-size=2"), "--feather-policy ucb is not supported with --tp-size above 1"),
+        (("--feather-state=/nowhere/state.json",), "nothing can be written in /nowhere"),
         (("--feather-config=/nowhere.yaml",), "/nowhere.yaml: cannot be read"),
     ],
 )

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import yaml
 
 from feather_sglang.scheduling import Settings, SettingsError
+from feather_sglang.scheduling.policies import make_policy
 
 POLICY_NAME = "feather"
 _PREFIX = "FEATHER_"
@@ -81,12 +82,17 @@ def _read_yaml(path: str) -> dict[str, Any]:
 
 
 def unsupported_policy(args: Any, settings: Settings) -> str | None:
-    """Why this batching policy or state file does not go with these SGLang arguments, or ``None``."""
+    """Why this batching policy or state file does not go with these SGLang arguments, or ``None``.
+
+    Raises:
+        SettingsError: the user's own policy cannot be imported or built.
+    """
     if settings.policy in ("ucb", "qlearning") and (getattr(args, "tp_size", 1) or 1) > 1:
         return (
             f"--feather-policy {settings.policy} is not supported with --tp-size above 1 yet, since each rank "
             "would learn from a clock of its own; use --feather-policy static"
         )
+    make_policy(settings, 1)  # raises what is wrong with a class of the user's own
     folder = Path(settings.state).absolute().parent
     if settings.state and not os.access(folder, os.W_OK | os.X_OK):
         return f"--feather-state or FEATHER_STATE: nothing can be written in {folder}; name a file in another folder"

@@ -97,9 +97,9 @@ def _first_problem(args: Any) -> str | None:
         return unsupported
     try:
         settings = arguments.load_settings()
+        unsupported = arguments.unsupported_policy(args, settings)
     except SettingsError as error:
         return str(error)
-    unsupported = arguments.unsupported_policy(args, settings)
     if unsupported is not None:
         return unsupported
     found = hooks.problems()
