@@ -53,7 +53,7 @@ FEATHER = ("--device=cpu", "--schedule-policy=feather")
         (("--feather-chunk-size=0",), "chunk_size must be an integer of at least 1, got '0'"),
         (
             ("--feather-policy=magic",),
-            "policy must be one of static, ucb, qlearning or package.module:Class, got 'magic'",
+            "policy must be one of static, ucb, qlearning or package.module:Class",
         ),
         (("--feather-policy=no_such.module:Policy",), "policy: no_such.module:Policy cannot be imported"),
         (("--feather-policy=ucb", "--tp-size=2"), "--feather-policy ucb is not supported with --tp-size above 1"),
