@@ -28,7 +28,7 @@ def measure(model: Path) -> dict[str, Any]:
     hook_s = busy[-1]["hook_s"] - busy[0]["hook_s"]
     time_s = busy[-1]["time_s"] - busy[0]["time_s"]
     return {
-        "waiting": [busy[-1]["waiting"], busy[0]["waiting"]],
+        "waiting": [min(record["waiting"] for record in busy), max(record["waiting"] for record in busy)],
         "passes": busy[-1]["pass"] - busy[0]["pass"],
         "hook_s": round(hook_s, 6),
         "time_s": round(time_s, 3),
