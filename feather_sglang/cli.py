@@ -21,6 +21,7 @@ from feather_sglang.engines.sglang import platform
 from feather_sglang.engines.sglang.platform import PLATFORM_NAME, PLATFORM_VARIABLE
 
 _NEEDS_SGLANG = "this needs sglang; run: pip install 'feather-sglang[sglang]'"
+_DEVICES = ("cpu", "cuda")
 _DEMO_POLICIES = ("fcfs", "lpm", "dfs-weight", "feather")
 
 
@@ -33,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_demo(commands)
     _add_bench(commands)
+    _add_calibrate(commands)
     _add_compile(commands)
     args = parser.parse_args(argv)
     try:
@@ -213,6 +215,74 @@ def _decode(args: argparse.Namespace) -> int:
     shape = decode.Shape(args.query_heads, args.kv_heads, args.head_dim)
     rows = decode.run(args.sizes or decode.SIZES, dtypes, args.page_sizes, shape, _say)
     return _report(decode.table(rows), decode.as_json(shape, rows), args.json)
+
+
+def _add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    calibrate = commands.add_parser(
+        "calibrate",
+        help="measure what this machine's caches do for decode, and write a profile",
+        description="Time one layer's decode attention over batch size x distinct prefixes x prefix length with the "
+        "kernel that the engine uses; print the table and write the machine's profile. Minutes.",
+    )
+    calibrate.add_argument("--device", default="cpu", help=f"{' or '.join(_DEVICES)} (default: %(default)s)")
+    calibrate.add_argument("--dtype", default="bfloat16", help="of the KV on a GPU: bfloat16 (default) or float16")
+    calibrate.add_argument(
+        "--from",
+        dest="measured",
+        metavar="FILE",
+        type=Path,
+        help="what cuda_decode.py measured elsewhere, or a profile",
+    )
+    calibrate.add_argument("--out", type=Path, default=Path("profile.json"), help="(default: %(default)s)")
+    calibrate.add_argument("--json", metavar="FILE", help="write the profile there too; - for standard output")
+    calibrate.add_argument("--plot", metavar="FILE.png", help="draw tokens/s against batch size")
+    calibrate.set_defaults(run=_calibrate)
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    refusal = _calibrate_refusal(args)
+    if refusal:
+        return _bad_use(refusal)
+    from feather_sglang.bench import calibrate
+
+    try:
+        if args.measured:
+            profile = calibrate.from_json(args.measured.read_text())
+        elif args.device == "cpu":
+            profile = calibrate.measure_cpu(_say)
+        else:
+            profile = calibrate.measure_cuda(args.dtype, _say)
+    except (OSError, ValueError) as error:
+        if args.measured:
+            return _bad_use(f"can't read '{args.measured}': {error}")
+        raise RuntimeError(error) from error
+    as_json = calibrate.as_json(profile)
+    args.out.write_text(as_json + "\n")
+    if args.plot:
+        calibrate.plot(profile, args.plot)
+    return _report(calibrate.table(profile), as_json, args.json)
+
+
+def _calibrate_refusal(args: argparse.Namespace) -> str | None:
+    """What is wrong with the arguments, before minutes are spent on them."""
+    if args.device not in _DEVICES:
+        return f"unknown device '{args.device}'; valid: {', '.join(_DEVICES)}"
+    if args.dtype not in ("bfloat16", "float16"):
+        return f"unknown --dtype '{args.dtype}'; valid: bfloat16, float16"
+    for path in (args.out, args.plot, args.json if args.json != "-" else None):
+        if path is not None and not _writable(Path(path)):
+            return f"can't write '{path}'"
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        return "--plot needs matplotlib; run: pip install 'feather-sglang[plots]'"
+    for module in () if args.measured else ("torch", "numba" if args.device == "cpu" else "triton"):
+        if importlib.util.find_spec(module) is None:
+            return f"--device {args.device} needs {module}; it comes with sglang: pip install 'feather-sglang[sglang]'"
+    return None
+
+
+def _writable(path: Path) -> bool:
+    """Whether a file can be written there, without leaving one."""
+    return not path.is_dir() and os.access(path if path.exists() else path.parent, os.W_OK)
 
 
 def _use_cpu_platform() -> None:
