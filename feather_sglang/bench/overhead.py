@@ -208,11 +208,11 @@ class _Engine:
 
     def scheduling_pass(self) -> list[Any]:
         admitted = admission.around_get_new_batch_prefill(_Engine._prefill, self, running_batch=self.running_batch)
-        return cast("list[Any]", admitted)
+        return cast("list[Any]", admitted[0] or [])
 
-    def _prefill(self, running_batch: Any) -> list[Any]:
+    def _prefill(self, running_batch: Any) -> tuple[list[Any] | None, Any]:
         if running_batch.batch_is_full:
-            return []
+            return None, running_batch
         admission.around_calc_priority(_own_policy, self.policy, self.waiting_queue, running_batch)
         admitted: list[Any] = []
         adder = SimpleNamespace(can_run_list=admitted, running_batch=running_batch)
@@ -222,7 +222,7 @@ class _Engine:
                 break
             if admission.around_add_one_req(self._add_one, adder, req) is not self.go_on:
                 break
-        return admitted
+        return admitted or None, running_batch
 
     def pass_without_feather(self) -> None:
         """The stand-in's own loop over the admitted requests, which is not Feather's and is taken off."""

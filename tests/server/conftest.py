@@ -85,14 +85,20 @@ def frozen(server):
 
 
 def ask_all(server, requests, tokens=16, abort=(), delay=0.0, **extra):
-    """Send all at once; abort the named ones ``delay`` seconds later. Returns rid -> list of (status, answer)."""
+    """Send all at once; abort the named ones ``delay`` seconds later. Returns rid -> list of (status, answer).
+
+    ``tokens`` is the length of every answer, or a function from rid to it.
+    """
 
     async def main():
         timeout = aiohttp.ClientTimeout(total=600)
         async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
             with frozen(server):
                 jobs = [
-                    asyncio.create_task(generate(session, server.url, r, ids, tokens, **extra)) for r, ids in requests
+                    asyncio.create_task(
+                        generate(session, server.url, r, ids, tokens(r) if callable(tokens) else tokens, **extra)
+                    )
+                    for r, ids in requests
                 ]
                 await asyncio.sleep(3)
             await asyncio.sleep(delay)

@@ -26,10 +26,12 @@ def test_a_learned_policy_serves_learns_and_survives_a_kill(serve, tmp_path, pol
         "--feather-state-period-s=1",
     )
     server = serve(*flags)
-    requests = prompts(6, 40, 256, 16)
-    answers = ask_all(server, requests, tokens=12)
-    assert len(answers) == 240
-    assert all(len(each) == 1 and each[0][0] == 200 for each in answers.values())
+    for wave in range(3):
+        requests = prompts(6, 40, 256, 16, seed=wave)
+        # Of unequal lengths, so that slots come free one by one and there is always something to decide.
+        answers = ask_all(server, requests, tokens=lambda rid: 6 + 5 * (int(rid.split("-")[1]) % 5))
+        assert len(answers) == 240
+        assert all(len(each) == 1 and each[0][0] == 200 for each in answers.values())
     saved = json.loads(state.read_text())
     assert saved["state"]["policy"] == policy and saved["state"]["cells"]
     assert all(value >= 0 for cell in saved["state"]["cells"] for value in cell)

@@ -46,11 +46,11 @@ class Engine:
 
     def run_pass(self, room=10**9):
         self.finish_prefills()
-        return around_get_new_batch_prefill(Engine.prefill, self, room, running_batch=self.running_batch) or []
+        return around_get_new_batch_prefill(Engine.prefill, self, room, running_batch=self.running_batch)[0] or []
 
     def prefill(self, room, running_batch):
         if running_batch.batch_is_full or not self.waiting_queue:
-            return None
+            return None, running_batch
         around_calc_priority(Engine.own_policy, self.policy, self.waiting_queue, running_batch)
         chunked = [self.chunked_req] if self.chunked_req else []
         adder = SimpleNamespace(can_run_list=list(chunked), running_batch=running_batch)
@@ -62,7 +62,7 @@ class Engine:
         self.waiting_queue = [req for req in self.waiting_queue if req not in adder.can_run_list]
         admitted = adder.can_run_list[len(chunked) :]
         running_batch.reqs += admitted
-        return admitted or None
+        return admitted or None, running_batch
 
     def own_policy(self, *_):
         Engine.last.own_passes += 1
@@ -153,6 +153,7 @@ def test_an_idle_pass_is_skipped_and_asks_sglang_for_nothing():
 
     def spy(scheduler, running_batch):
         calls.append(running_batch.batch_is_full)
+        return None, running_batch
 
     around_get_new_batch_prefill(spy, engine, running_batch=engine.running_batch)
     assert calls == [True] and engine.running_batch.batch_is_full is False

@@ -18,14 +18,15 @@ def around_get_new_batch_prefill(original: Callable[..., Any], scheduler: Any, *
     idle = controller.nothing_to_do(running_batch)
     # SGLang's own early exit, then: it still looks after its grammar queue, and walks nothing.
     running_batch.batch_is_full = running_batch.batch_is_full or idle
-    batch = None
+    prefill = False
     try:
-        batch = original(scheduler, *args, **kwargs)
-        return batch
+        result = original(scheduler, *args, **kwargs)
+        prefill = result[0] is not None  # the batch to prefill, and the running batch
+        return result
     finally:
         if idle:
             running_batch.batch_is_full = False
-        controller.end_pass(batch is not None, len(running_batch.reqs))
+        controller.end_pass(prefill, len(running_batch.reqs))
 
 
 def around_calc_priority(
