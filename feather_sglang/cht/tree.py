@@ -376,34 +376,36 @@ class ChunkedHashTree:
         """
         parent: _Node | None = None
         joined = 0
-        for rid in rids:
-            request = self._waiting(rid)
-            leaf = _node_of(request)
-            above = leaf.home
-            if (
-                leaf.own > 1
-                or leaf.children
-                or above is None
-                or not above.support
-                or self._common is None
-                or above.depth < self._common.depth
-            ):
-                self._finish_run(parent, joined)
-                parent, joined = None, 0
-                self.activate(rid, ready=False)
-                continue
-            if above is not parent:
-                self._finish_run(parent, joined)
-                parent, joined = above, 0
-            request.support = leaf.support = leaf.active = 1
-            leaf.count = 0
-            leaf.ready = False
-            leaf.best = _NOTHING  # its heap is left alone: the entry in it is stale now
-            leaf.top = None
-            above.support += 1
-            above.covered_key ^= leaf.label[0]
-            joined += 1
-        self._finish_run(parent, joined)
+        try:
+            for rid in rids:
+                request = self._waiting(rid)
+                leaf = _node_of(request)
+                above = leaf.home
+                if (
+                    leaf.own > 1
+                    or leaf.children
+                    or above is None
+                    or not above.support
+                    or self._common is None
+                    or above.depth < self._common.depth
+                ):
+                    self._finish_run(parent, joined)
+                    parent, joined = None, 0
+                    self.activate(rid, ready=False)
+                    continue
+                if above is not parent:
+                    self._finish_run(parent, joined)
+                    parent, joined = above, 0
+                request.support = leaf.support = leaf.active = 1
+                leaf.count = 0
+                leaf.ready = False
+                leaf.best = _NOTHING  # its heap is left alone: the entry in it is stale now
+                leaf.top = None
+                above.support += 1
+                above.covered_key ^= leaf.label[0]
+                joined += 1
+        finally:  # also for those before one that is unknown
+            self._finish_run(parent, joined)
 
     def _finish_run(self, parent: _Node | None, joined: int) -> None:
         if parent is not None:

@@ -330,3 +330,18 @@ def test_the_worst_shapes_stay_sound_and_small(shape):
         tree.remove(i)
     tree._check()
     assert tree.num_heap_entries <= 64 and not tree._root.children
+
+
+def test_a_run_that_meets_a_stranger_leaves_those_before_it_active_and_the_tree_sound():
+    tree = ChunkedHashTree()
+    for rid in range(6):
+        tree.insert_hashes(rid, [1, 2, 100 + rid])
+    tree.insert_hashes("other", [9])  # or all would share all
+    tree.activate(0)
+    tree.activate(1)
+    assert tree.best_run(3).rids == [2, 3, 4]
+    with pytest.raises(KeyError):
+        tree.activate_run([2, 3, "nobody", 4])
+    tree._check()
+    assert [tree.is_active(rid) for rid in range(6)] == [True] * 4 + [False] * 2
+    assert tree.num_active == 4 and tree.num_waiting == 3
