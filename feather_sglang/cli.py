@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 import feather_sglang
@@ -65,9 +65,9 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 def _demo(args: argparse.Namespace) -> int:
     policies = args.policies.split(",")
-    unknown = [policy for policy in policies if policy not in _DEMO_POLICIES]
+    unknown = _unknown("policy", policies, _DEMO_POLICIES)
     if unknown:
-        return _bad_use(f"unknown policy '{unknown[0]}'; valid: {', '.join(_DEMO_POLICIES)}")
+        return _bad_use(unknown)
     folder = args.folder.resolve()
     model = make_tiny_model(folder / "model")
     workload = serving.Workload(groups=args.groups, per_group=args.per_group)
@@ -169,9 +169,9 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def _overhead(args: argparse.Namespace) -> int:
     policies = tuple(args.policies.split(","))
-    unknown = [policy for policy in policies if policy not in _DEMO_POLICIES]
+    unknown = _unknown("policy", policies, _DEMO_POLICIES)
     if unknown:
-        return _bad_use(f"unknown policy '{unknown[0]}'; valid: {', '.join(_DEMO_POLICIES)}")
+        return _bad_use(unknown)
     if args.plot and not args.sweep:
         return _bad_use("--plot needs --sweep")
     if importlib.util.find_spec("sglang") is None:
@@ -298,10 +298,9 @@ def _locality(args: argparse.Namespace) -> int:
 
     policies, names = args.policies.split(","), args.settings.split(",")
     settings = {setting.name: setting for setting in locality.SETTINGS}
-    for what, given, valid in (("policy", policies, _DEMO_POLICIES), ("setting", names, tuple(settings))):
-        unknown = [name for name in given if name not in valid]
-        if unknown:
-            return _bad_use(f"unknown {what} '{unknown[0]}'; valid: {', '.join(valid)}")
+    unknown = _unknown("policy", policies, _DEMO_POLICIES) or _unknown("setting", names, settings)
+    if unknown:
+        return _bad_use(unknown)
     folder = args.folder.resolve()
     batch_rows: list[batches.BatchRow] = []
     rows: list[locality.Row] = []
@@ -351,9 +350,9 @@ def _policies(args: argparse.Namespace) -> int:
         text = "\n".join(f"{name}: strangers below {a}, costing depth below {b}" for name, (a, b) in best.items())
         return _report(text, json.dumps(best, indent=2), args.json)
     cases = args.cases.split(",") if args.cases else list(surface.CASES)
-    unknown = [case for case in cases if case not in surface.CASES]
+    unknown = _unknown("case", cases, surface.CASES)
     if unknown:
-        return _bad_use(f"unknown case '{unknown[0]}'; valid: {', '.join(surface.CASES)}")
+        return _bad_use(unknown)
     rows = list(surface.rows(cases, args.seeds, args.requests, _say))
     return _report(surface.table(rows), json.dumps([dataclasses.asdict(row) for row in rows], indent=2), args.json)
 
@@ -363,6 +362,11 @@ def _report(text: str, as_json: str, target: str | None) -> int:
     if target and target != "-":
         Path(target).write_text(as_json + "\n")
     return 0
+
+
+def _unknown(what: str, given: Iterable[str], valid: Collection[str]) -> str | None:
+    """A line about the first name that is none of the valid ones."""
+    return next((f"unknown {what} '{name}'; valid: {', '.join(valid)}" for name in given if name not in valid), None)
 
 
 def _bad_use(message: str) -> int:

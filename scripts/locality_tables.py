@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from pathlib import Path
+
+from markers import ROOT, fill
 
 from feather_sglang.bench import batches, locality
 
@@ -18,18 +19,10 @@ def main() -> int:
     report = json.loads(Path(sys.argv[1]).read_text())
     batch_rows = [batches.BatchRow(**row) for row in report["batches"]]
     rows = [locality.Row(**row) for row in report["rows"]]
-    page = Path(__file__).resolve().parent.parent / "docs" / "locality.md"
-    text = page.read_text()
-    tables = {
-        "batches": batches.table(batch_rows) if batch_rows else None,
-        "workloads": locality.table(rows) if rows else None,
-    }
-    for name, block in tables.items():
-        if block is not None:
-            filled = f"<!-- {name} -->\n```\n{block}\n```\n<!-- /{name} -->"
-            text = re.sub(rf"<!-- {name} -->.*?<!-- /{name} -->", lambda _, filled=filled: filled, text, flags=re.S)
-    page.write_text(text)
-    return 0
+    tables = {"batches": batches.table(batch_rows)} if batch_rows else {}
+    if rows:
+        tables["workloads"] = locality.table(rows)
+    return fill(ROOT / "docs" / "locality.md", tables)
 
 
 if __name__ == "__main__":
