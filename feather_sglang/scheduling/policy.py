@@ -47,6 +47,11 @@ class BatchingPolicy(ABC):
             state = BatchState(batch + 1, delta, sharing - 1, related, held + hold)
         return len(holds)
 
+    @property
+    def learns(self) -> bool:
+        """Whether it wants to hear rewards. They are measured, so with several ranks each would hear others."""
+        return type(self).learn is not BatchingPolicy.learn
+
     def formed(self, interval: int, batch: int) -> None:
         """A plan is closed: ``batch`` requests are active, and the decode steps that follow belong to ``interval``.
 

@@ -17,6 +17,7 @@ from feather_sglang.engines.sglang.admission import (
     around_calc_priority,
     around_get_new_batch_prefill,
 )
+from feather_sglang.engines.sglang.arguments import unsupported_policy
 from feather_sglang.engines.sglang.controller import Controller, controller_of, namespace_of
 from feather_sglang.scheduling import FeatherScheduler, Settings, StaticPolicy
 from feather_sglang.scheduling.state_file import StateFile
@@ -238,6 +239,20 @@ def test_what_was_learned_survives_a_failure_and_a_policy_that_fails_is_no_end(r
     engine.run_pass()
     agrees(engine)
     assert len(engine.running_batch.reqs) >= 5
+
+
+def test_a_policy_that_learns_nothing_leaves_a_state_file_alone(tmp_path):
+    path = tmp_path / "state.json"
+    path.write_text('{"version": 1, "identity": {}, "state": {"policy": "ucb"}}')
+    Engine(state=StateFile(path, 60, {}))
+    assert [each.name for each in tmp_path.iterdir()] == ["state.json"]
+
+
+def test_whatever_policy_learns_is_refused_on_several_ranks(recorder):
+    for policy, refused in ((recorder, True), ("ucb", True), ("qlearning", True), ("static", False)):
+        settings = Settings.parse({"policy": policy}, "test")
+        assert (unsupported_policy(SimpleNamespace(tp_size=2), settings) is not None) == refused
+        assert unsupported_policy(SimpleNamespace(tp_size=1), settings) is None
 
 
 def test_the_state_is_loaded_at_start_and_saved_while_learning(recorder, tmp_path):

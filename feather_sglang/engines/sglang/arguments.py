@@ -87,12 +87,12 @@ def unsupported_policy(args: Any, settings: Settings) -> str | None:
     Raises:
         SettingsError: the user's own policy cannot be imported or built.
     """
-    if settings.policy in ("ucb", "qlearning") and (getattr(args, "tp_size", 1) or 1) > 1:
+    policy = make_policy(settings, 1)
+    if policy.learns and (getattr(args, "tp_size", 1) or 1) > 1:
         return (
             f"--feather-policy {settings.policy} is not supported with --tp-size above 1 yet, since each rank "
             "would learn from a clock of its own; use --feather-policy static"
         )
-    make_policy(settings, 1)  # raises what is wrong with a class of the user's own
     folder = Path(settings.state).absolute().parent
     if settings.state and not os.access(folder, os.W_OK | os.X_OK):
         return f"--feather-state or FEATHER_STATE: nothing can be written in {folder}; name a file in another folder"

@@ -20,7 +20,7 @@ from mypy_extensions import mypyc_attr
 
 from feather_sglang.cht import chunk_hashes
 from feather_sglang.engines.sglang.decode_meter import DecodeMeter
-from feather_sglang.scheduling import BatchingPolicy, FeatherScheduler, Settings
+from feather_sglang.scheduling import FeatherScheduler, Settings
 from feather_sglang.scheduling.state_file import StateFile
 
 logger = logging.getLogger(__name__)
@@ -69,12 +69,13 @@ class Controller:
         self._in_front = 0  # requests at the head of SGLang's queue that a plan put there and SGLang left
         self._trace = _Trace(settings.trace, rank) if settings.trace else None
         self._meter: DecodeMeter | None = None
-        if type(self._core.policy).learn is not BatchingPolicy.learn:
+        if self._core.policy.learns:
             # A step more where SGLang processes a batch's result while the next batch runs.
             self._meter = DecodeMeter(settle=1 + bool(getattr(scheduler, "enable_overlap", False)))
-        self._state = state
-        if state is not None:
-            state.load(self._core.policy.restore)
+        # What another policy has learned is not to be set aside by one that learns nothing.
+        self._state = state if self._core.policy.learns else None
+        if self._state is not None:
+            self._state.load(self._core.policy.restore)
 
     def attach(self) -> None:
         """Let the hooks find this controller."""

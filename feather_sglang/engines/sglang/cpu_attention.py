@@ -3,8 +3,8 @@
 ``torch_native`` copies each request's K and V out of the pool before it computes
 (``srt/layers/attention/torch_native_backend.py``); here the pool is read in place. Prefill is ``torch_native``'s, but
 for one case: where a few new tokens follow a long cached prefix, it computes the attention of the whole prompt anew and
-throws nearly all of it away (200 ms for 32 tokens behind 4,096, as much as no cache at all). There each new token goes
-to the kernel as if it were decoded. What the kernel can't do falls back to ``torch_native``, layer by layer.
+throws nearly all of it away, as much work as with no cache. There each new token goes to the kernel as if it were
+decoded. What the kernel can't do falls back to ``torch_native``, layer by layer.
 """
 
 from __future__ import annotations
