@@ -14,14 +14,16 @@ _SLACK = 64  # a list this short is never worth rebuilding
 class Ticket:
     """A request's place in the order of arrival."""
 
-    __slots__ = ("listed", "rid", "seq", "since", "tokens", "waits")
+    __slots__ = ("listed", "rid", "seq", "since", "since_s", "tokens", "waits")
 
-    def __init__(self, rid: Hashable, seq: int, since: int, tokens: int) -> None:
+    def __init__(self, rid: Hashable, seq: int, since: int, since_s: float, tokens: int) -> None:
         self.rid = rid
         #: Order of arrival, unique.
         self.seq = seq
         #: Value of the scheduler's pass counter at arrival.
         self.since = since
+        #: The scheduler's time at arrival, in seconds.
+        self.since_s = since_s
         #: Length of the prompt.
         self.tokens = tokens
         self.waits = False  # kept by ArrivalOrder, as is the next

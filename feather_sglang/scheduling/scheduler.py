@@ -1,13 +1,14 @@
 """The engine-neutral scheduler: an admission plan for each pass, from the tree and a batching policy.
 
-An engine tells it what happens (arrive, admit, finish, retract, progress) and asks it for a plan before each prefill:
-an order, and where to stop. It keeps no clock, draws no random number and iterates over no set, so equal event
+An engine tells it what happens (arrive, admit, finish, retract, progress, tick) and asks it for a plan before each
+prefill: an order, and where to stop. It reads no clock, draws no random number and iterates over no set, so equal event
 sequences give equal plans on every tensor parallel rank.
 """
 
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple
@@ -61,12 +62,16 @@ class FeatherScheduler:
         self._policy: BatchingPolicy = policy if policy is not None else make_policy(settings, max_batch)
         self._chunk_size = settings.chunk_size
         self._max_passes = settings.max_passes
+        self._max_wait_s = settings.max_wait_s or math.inf
         self._queue = ArrivalOrder()  # those who wait
         self._active: dict[Hashable, None] = {}  # in order of admission
         self._computing: dict[Hashable, None] = {}  # active, prefix not fully computed yet; in order of admission
         self._next_seq = 0
         self._passes = 0  # passes in which somebody was passed over
-        self._deadline = 0  # value of _passes at which the longest waiting request must be served
+        self._now_s = 0.0  # what the engine last said
+        # Values of _passes and of _now_s at which the longest waiting request must be served.
+        self._deadline = 0
+        self._deadline_s = math.inf
         self._planned: list[Hashable] = []  # the open plan
         self._tickets: list[Ticket] = []  # of those planned
         self._activated = 0  # how many of it the tree has as active already
@@ -80,7 +85,7 @@ class FeatherScheduler:
 
     def arrive(self, rid: Hashable, hashes: Sequence[int], num_tokens: int) -> None:
         """A request starts to wait. ``hashes`` as from ``chunk_hashes``. Raises ``ValueError`` for a known rid."""
-        ticket = Ticket(rid, self._next_seq, self._passes, num_tokens)
+        ticket = Ticket(rid, self._next_seq, self._passes, self._now_s, num_tokens)
         self.tree.insert_hashes(rid, hashes, ticket)
         self._queue.add(ticket)
         self._next_seq += 1
@@ -119,6 +124,10 @@ class FeatherScheduler:
             self._computing.pop(rid, None)
         self._settled = False
 
+    def tick(self, now_s: float) -> None:
+        """The time, in seconds since any moment; for ``max_wait_s``. It never goes backwards."""
+        self._now_s = max(self._now_s, now_s)
+
     # -------------------------------------------------------------- inspection
 
     def __contains__(self, rid: Hashable) -> bool:
@@ -150,6 +159,11 @@ class FeatherScheduler:
         return self._policy
 
     @property
+    def now_s(self) -> float:
+        """The time as last told, in seconds."""
+        return self._now_s
+
+    @property
     def interval(self) -> int:
         """Number of the interval to which the next decode steps belong: it grows with each admission.
 
@@ -164,7 +178,7 @@ class FeatherScheduler:
         if not self._settled:
             return False
         self._passes += 1
-        return self._passes < self._deadline
+        return self._passes < self._deadline and self._now_s < self._deadline_s
 
     def plan(self, slots: int, token_budget: int) -> Plan:
         """Whom to admit in this pass; to be followed by :meth:`confirm`.
@@ -249,6 +263,7 @@ class FeatherScheduler:
         if by_choice or oldest.seq < newest:
             self._passes += 1
         self._deadline = oldest.since + self._max_passes
+        self._deadline_s = oldest.since_s + self._max_wait_s
         self._settled = by_choice and not planned
 
     def _activate_planned(self) -> None:
@@ -260,7 +275,9 @@ class FeatherScheduler:
         if not self._queue:
             return None, False, False
         oldest = self._queue.first()
-        overdue = not self._forced and self._passes >= oldest.since + self._max_passes
+        overdue = not self._forced and (
+            self._passes >= oldest.since + self._max_passes or self._now_s >= oldest.since_s + self._max_wait_s
+        )
         if overdue or not self.tree.num_active:
             self._forced = overdue or self._forced  # once a pass: a long queue must not turn it all into FCFS
             return self._alone(oldest.rid), False, True

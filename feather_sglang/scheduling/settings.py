@@ -49,9 +49,13 @@ class Settings:
     max_passes: int = _setting(
         2048, "scheduling passes that a waiting request may be passed over before it is served next", low=1
     )
+    max_wait_s: float = _setting(
+        0.0, "seconds after which the longest waiting request is served next, whatever the policy says; 0: none", low=0
+    )
     fallback_policy: str = _setting(
         "fcfs", "SGLang policy that takes over a pass in which Feather fails", choices=FALLBACKS
     )
+    max_failures: int = _setting(10, "failures after which Feather leaves every pass to the fallback policy", low=1)
     freeze: bool = _setting(False, "a learned policy tries nothing out and learns nothing more")
     exploration: float = _setting(
         0.2, "largest share of intervals that a learned policy spends on trials; 0: none", low=0, high=0.5
@@ -143,7 +147,8 @@ def _number(spec: dataclasses.Field[Any], value: Any, where: str) -> int | float
         with contextlib.suppress(ValueError):
             number = kind(value)
     if number is None or not low <= number or (high is not None and not number <= high):
-        valid = f"a number from {low} to {high}" if high is not None else f"an integer of at least {low}"
+        what = "an integer" if kind is int else "a number"
+        valid = f"a number from {low} to {high}" if high is not None else f"{what} of at least {low}"
         raise SettingsError(f"{where} must be {valid}, got {value!r}")
     return number
 

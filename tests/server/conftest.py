@@ -113,6 +113,16 @@ def ask_all(server, requests, tokens=16, abort=(), delay=0.0, **extra):
     return asyncio.run(main())
 
 
+def fake_plugin(folder, body, name="other"):
+    """A plugin of SGLang's called ``name``, whose module is ``body``; returns the environment that installs it."""
+    info = folder / f"{name}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{name} = {name}:register\n")
+    (folder / f"{name}.py").write_text(body)
+    return {"PYTHONPATH": str(folder)}
+
+
 def admissions(server):
     """The trace: one record for each pass that admitted somebody, warm-up requests left out."""
     records = [json.loads(line) for line in server.trace.read_text().splitlines()]

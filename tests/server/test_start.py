@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from conftest import ask_all, prompts
+from conftest import ask_all, fake_plugin, prompts
 
 pytestmark = pytest.mark.server
 
@@ -56,7 +56,6 @@ FEATHER = ("--device=cpu", "--schedule-policy=feather")
             "policy must be one of static, ucb, qlearning or package.module:Class",
         ),
         (("--feather-policy=no_such.module:Policy",), "policy: no_such.module:Policy cannot be imported"),
-        (("--feather-policy=ucb", "--tp-size=2"), "--feather-policy ucb is not supported with --tp-size above 1"),
         (("--feather-state=/nowhere/state.json",), "nothing can be written in /nowhere"),
         (("--feather-config=/nowhere.yaml",), "/nowhere.yaml: cannot be read"),
     ],
@@ -74,14 +73,6 @@ def test_a_bad_config_file_is_named(tmp_path):
 
 def test_a_plugin_list_without_feather_is_refused():
     assert "leaves Feather out" in refused(*FEATHER, environment={"SGLANG_PLUGINS": "other"})
-
-
-def fake_plugin(folder, body):
-    (folder / "other-1.0.dist-info").mkdir(parents=True)
-    (folder / "other-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
-    (folder / "other-1.0.dist-info" / "entry_points.txt").write_text("[sglang.srt.plugins]\nother = other:register\n")
-    (folder / "other.py").write_text(body)
-    return {"PYTHONPATH": str(folder)}
 
 
 def test_another_plugin_in_the_way_is_named(tmp_path):

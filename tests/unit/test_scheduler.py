@@ -208,6 +208,32 @@ def test_the_bound_holds_while_nothing_changes():
     assert scheduler.plan(64, 10**9).order == ["cold"] and 25 <= calm <= 31
 
 
+def test_the_bound_in_seconds_holds_in_busy_passes_and_in_idle_ones():
+    scheduler = make(slots=8, min_batch=2, max_passes=10**9, max_wait_s=20)
+    scheduler.tick(1000.0)
+    for i in range(4):
+        arrive(scheduler, i, prompt(1, 32, i))
+    for number in range(2):
+        arrive(scheduler, ("cold", number), prompt(2 + number, 32, 10**4))
+    running, served = [], {}
+    for n in range(60):
+        scheduler.tick(1000.0 + n)
+        scheduler.tick(0.0)  # a clock that goes backwards changes nothing
+        if not scheduler.unchanged():
+            plan = scheduler.plan(8 - len(running), 10**9)
+            scheduler.confirm(plan.order)
+            running += plan.order
+            served.update(dict.fromkeys(plan.order, n))
+            assert n != 20 or plan.order[0] == ("cold", 0), "first, whatever the policy says"
+        for rid in list(scheduler.computing):
+            scheduler.progress(rid, None)
+        if len(running) > 4:  # the hot group never stops coming, but for some quiet seconds before the bound
+            scheduler.leave(running.pop(0))
+        if not 14 < n < 24:
+            arrive(scheduler, ("hot", n), prompt(1, 32, 100 + n))
+    assert served["cold", 0] == 20 and served["cold", 1] <= 21
+
+
 def test_what_the_engine_refuses_waits_on_in_its_old_place():
     scheduler = make()
     for i in range(4):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from feather_sglang.engines.sglang.controller import Controller, controller_of
+from feather_sglang.engines.sglang.ranks import News
 
 
 def around_get_new_batch_prefill(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
@@ -44,3 +45,21 @@ def around_add_one_req(original: Callable[..., Any], adder: Any, req: Any, *args
     if controller is None:
         return original(adder, req, *args, **kwargs)
     return controller.offer(original, adder, req, *args, **kwargs)
+
+
+def around_broadcast(original: Callable[..., Any], data: list[Any] | None, *args: Any, **kwargs: Any) -> Any:
+    """``broadcast_pyobj`` of the received requests, before each pass: rank 0 adds what it has to tell, all take it out.
+
+    O(1), but for a copy of the requests received where there is something to tell.
+    """
+    controller = Controller.of_rank
+    if controller is None:
+        return original(data, *args, **kwargs)
+    news = controller.tell() if data is not None else None
+    if news is not None:
+        data = [*(data or ()), news]
+    received = original(data, *args, **kwargs)
+    if received and isinstance(received[-1], News):
+        controller.hear(received[-1])
+        return received[:-1]
+    return received

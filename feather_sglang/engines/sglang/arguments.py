@@ -81,18 +81,13 @@ def _read_yaml(path: str) -> dict[str, Any]:
     return content
 
 
-def unsupported_policy(args: Any, settings: Settings) -> str | None:
-    """Why this batching policy or state file does not go with these SGLang arguments, or ``None``.
+def unsupported_policy(settings: Settings) -> str | None:
+    """What keeps this batching policy or state file from working here, or ``None``.
 
     Raises:
         SettingsError: the user's own policy cannot be imported or built.
     """
-    policy = make_policy(settings, 1)
-    if policy.learns and (getattr(args, "tp_size", 1) or 1) > 1:
-        return (
-            f"--feather-policy {settings.policy} is not supported with --tp-size above 1 yet, since each rank "
-            "would learn from a clock of its own; use --feather-policy static"
-        )
+    make_policy(settings, 1)
     folder = Path(settings.state).absolute().parent
     if settings.state and not os.access(folder, os.W_OK | os.X_OK):
         return f"--feather-state or FEATHER_STATE: nothing can be written in {folder}; name a file in another folder"

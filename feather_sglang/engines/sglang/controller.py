@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 import time
 from array import array
 from bisect import bisect_left
@@ -15,19 +16,21 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
+from zlib import crc32
 
 from mypy_extensions import mypyc_attr
 
 from feather_sglang.cht import chunk_hashes
 from feather_sglang.engines.sglang.decode_meter import DecodeMeter
-from feather_sglang.scheduling import FeatherScheduler, Settings
+from feather_sglang.engines.sglang.ranks import News, Speaker
+from feather_sglang.scheduling import FeatherScheduler, Plan, Settings
 from feather_sglang.scheduling.state_file import StateFile
 
 logger = logging.getLogger(__name__)
 
 _ATTRIBUTE = "_feather_controller"
-# A failure drops Feather's state, which is built anew from SGLang's at the next pass; so often, but not for ever.
-_MAX_FAILURES = 10
+# Different failures whose traceback is logged. Each is logged once, but their texts may differ without end.
+_MAX_LOGGED = 20
 
 
 def controller_of(owner: Any) -> Controller | None:
@@ -43,14 +46,19 @@ class Controller:
     Args:
         scheduler: SGLang's ``Scheduler``, its policy and memory pools built.
         settings: Feather's settings.
-        rank: tensor parallel rank, for the name of the trace file.
-        state: where a learned policy keeps what it has learned; loaded here.
+        rank: tensor parallel rank. What rank 0 measures and loads, all ranks learn.
+        ranks: how many there are.
+        state: where a learned policy keeps what it has learned; for rank 0, loaded here.
     """
 
     #: The controller whose plan is being followed in this process right now.
     in_pass: ClassVar[Controller | None] = None
+    #: The controller that speaks to other ranks, or hears rank 0, where there are several.
+    of_rank: ClassVar[Controller | None] = None
 
-    def __init__(self, scheduler: Any, settings: Settings, rank: int, state: StateFile | None = None) -> None:
+    def __init__(
+        self, scheduler: Any, settings: Settings, rank: int, state: StateFile | None = None, ranks: int = 1
+    ) -> None:
         from sglang.srt.managers.schedule_policy import AddReqResult
 
         self.refusal = AddReqResult.OTHER
@@ -68,19 +76,26 @@ class Controller:
         self._places = array("q")  # of SGLang's queue, but for those in front
         self._in_front = 0  # requests at the head of SGLang's queue that a plan put there and SGLang left
         self._trace = _Trace(settings.trace, rank) if settings.trace else None
+        self._logged: set[str] = set()
+        self._alone = ranks == 1
         self._meter: DecodeMeter | None = None
-        if self._core.policy.learns:
+        self._speaker: Speaker | None = None
+        policy = self._core.policy
+        # What another policy has learned is not to be set aside by one that learns nothing.
+        self._state = state if policy.learns else None
+        if rank == 0 and (policy.learns or settings.max_wait_s):
+            loaded = self._state is not None and self._state.load(policy.restore)
+            self._speaker = Speaker(bool(settings.max_wait_s), policy.snapshot() if loaded and ranks > 1 else None)
+        if rank == 0 and policy.learns:
             # A step more where SGLang processes a batch's result while the next batch runs.
             self._meter = DecodeMeter(settle=1 + bool(getattr(scheduler, "enable_overlap", False)))
-        # What another policy has learned is not to be set aside by one that learns nothing.
-        self._state = state if self._core.policy.learns else None
-        if self._state is not None:
-            self._state.load(self._core.policy.restore)
 
     def attach(self) -> None:
         """Let the hooks find this controller."""
         for owner in (self._scheduler, self._scheduler.policy):
             setattr(owner, _ATTRIBUTE, self)
+        if not self._alone:
+            Controller.of_rank = self
         # SGLang would take the waiting requests' match lengths for known, and its load metrics would count no hits.
         self._scheduler.policy.waiting_queue_prefix_matched = lambda waiting_queue: False
 
@@ -88,8 +103,43 @@ class Controller:
 
     def begin_pass(self) -> None:
         """A scheduling pass begins; whatever ran before it is over."""
-        if self._meter is not None:
-            self._meter.begin(time.perf_counter())
+        try:
+            if self._meter is not None:
+                self._meter.begin(time.perf_counter())
+        except Exception:
+            self._lost("measuring")
+            self._meter = None
+        if self._alone and self._speaker is not None:
+            news = self.tell()
+            if news is not None:
+                self.hear(news)
+
+    def tell(self) -> News | None:
+        """What rank 0 has to tell all ranks, itself included; ``None`` on the others, or if there is nothing."""
+        try:
+            return self._speaker.news() if self._speaker is not None else None
+        except Exception:
+            self._lost("telling the other ranks")
+            self._speaker = None
+            return None
+
+    def hear(self, news: News) -> None:
+        """Rank 0 has told this; every rank hears it between the same two passes."""
+        core = self._core
+        try:
+            core.tick(news.now_s)
+            if news.learned is not None:
+                core.policy.restore(news.learned)
+            for interval, reward in news.rewards:
+                core.policy.learn(interval, reward)
+        except Exception:
+            self._failed("learning")
+        try:
+            if self._state is not None and news.rewards:
+                self._state.maybe_save(time.monotonic(), self._snapshot)
+        except Exception:
+            self._lost("saving what was learned")
+            self._state = None
 
     def nothing_to_do(self, running_batch: Any) -> bool:
         """Whether the plan is still "admit nobody". O(1) if nothing changed, whatever waits."""
@@ -117,6 +167,8 @@ class Controller:
             slots = scheduler.max_running_requests - len(running_batch.reqs) - (scheduler.chunked_req is not None)
             plan = self._core.plan(slots, self._token_budget())
             self._planned = set(plan.order)
+            if self._trace is not None:
+                self._trace.planned(plan)
             if waiting_queue[: len(plan.order)] != plan.order:
                 self._put_first(plan.order, waiting_queue)
                 self._in_front = len(plan.order)
@@ -154,10 +206,8 @@ class Controller:
             prefill: whether SGLang prefills next, instead of decoding.
             running: requests in the running batch.
         """
-        if self._admitted and self._meter is not None:
-            self._learn(self._meter)
         if self._meter is not None:
-            self._meter.end(prefill, running)
+            self._measure(self._meter, prefill, running)
         if Controller.in_pass is not self:
             return
         Controller.in_pass = None
@@ -170,22 +220,26 @@ class Controller:
                 else:
                     self._core.admit(req)  # on an empty batch, outside the plan
                 self._cached[req] = (len(req.output_ids), -1)
-            if self._trace is not None and admitted:
-                self._trace.write(admitted, self)
         except Exception:
             self._failed("closing a pass")
-
-    def _learn(self, meter: DecodeMeter) -> None:
-        """The batch is about to change: what it decoded is the reward of the decisions that formed it."""
-        reward = meter.take()
-        if reward is None:
             return
+        if self._trace is not None and admitted:
+            try:
+                self._trace.write(admitted, self)
+            except Exception:
+                self._lost("writing the trace")
+                self._trace = None
+
+    def _measure(self, meter: DecodeMeter, prefill: bool, running: int) -> None:
+        """Where the batch is about to change, what it decoded is the reward of the decisions that formed it."""
         try:
-            self._core.policy.learn(self._core.interval, reward)
-            if self._state is not None:
-                self._state.maybe_save(time.monotonic(), self._snapshot)
+            reward = meter.take() if self._admitted else None
+            if reward is not None and self._speaker is not None:
+                self._speaker.reward(self._core.interval, reward)
+            meter.end(prefill, running)
         except Exception:
-            self._failed("learning")
+            self._lost("measuring")
+            self._meter = None
 
     def _snapshot(self) -> Mapping[str, Any]:
         return self._core.policy.snapshot()
@@ -316,16 +370,19 @@ class Controller:
         return FeatherScheduler(self._settings, self._scheduler.max_running_requests)
 
     def _failed(self, doing: str) -> None:
-        """Called in an ``except`` clause: this pass goes to SGLang's policy, and Feather starts afresh at the next."""
+        """Called in an ``except`` clause: this pass goes to SGLang's policy, and Feather starts afresh at the next.
+
+        All ranks come here together: what they do is a function of the same events.
+        """
         Controller.in_pass = None
         self.failures += 1
-        if self.failures == 1:
-            logger.exception("Feather failed while %s; SGLang's own policy takes this pass over.", doing)
-        if self.failures == _MAX_FAILURES:
+        self._log(f"Feather failed while {doing}; SGLang's own policy takes this pass over.")
+        if self.failures >= self._settings.max_failures:
             self.disabled = True
             logger.error("Feather failed %d times and is off until the server is restarted.", self.failures)
-        learned = self._core.policy
+        learned, now_s = self._core.policy, self._core.now_s
         self._core = self._new_core()
+        self._core.tick(now_s)
         with suppress(Exception):  # a policy that cannot say what it has learned starts afresh
             self._core.policy.restore(learned.snapshot())
         self._cached = {}
@@ -333,6 +390,17 @@ class Controller:
         self._admitted = []
         self._places = array("q")
         self._in_front = 0
+
+    def _lost(self, doing: str) -> None:
+        """Called in an ``except`` clause, for what only this rank does; decisions go on unchanged."""
+        self._log(f"Feather failed while {doing}; it goes on without.")
+
+    def _log(self, message: str) -> None:
+        """Called in an ``except`` clause: with the traceback, the first time that this fails in this way."""
+        failure = f"{message} {sys.exception()!r}"
+        if failure not in self._logged and len(self._logged) < _MAX_LOGGED:
+            self._logged.add(failure)
+            logger.exception(message)
 
 
 def namespace_of(req: Any) -> str:
@@ -347,6 +415,11 @@ class _Trace:
     def __init__(self, path: str, rank: int) -> None:
         name = path if rank == 0 else f"{path}.rank{rank}"
         self._file = Path(name).open("a", buffering=1)  # noqa: SIM115  # open as long as the server runs
+        self._digest = 0  # of all plans so far, those that admit nobody included
+
+    def planned(self, plan: Plan) -> None:
+        decided = " ".join([plan.stop.name, *[str(req.rid) for req in plan.order]])  # type: ignore[attr-defined]
+        self._digest = crc32(decided.encode(), self._digest)
 
     def write(self, admitted: list[Any], controller: Controller) -> None:
         core = controller._core
@@ -359,5 +432,6 @@ class _Trace:
             "waiting": core.tree.num_waiting,
             "common_depth": core.tree.common_depth,
             "stop": core.last_stop.name.lower(),
+            "digest": self._digest,
         }
         self._file.write(json.dumps(record) + "\n")

@@ -6,6 +6,7 @@ SGLang reads the variable in ``srt/utils/numa_utils.py``, and acts on it only wh
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 VARIABLE = "SGLANG_CPU_OMP_THREADS_BIND"
@@ -23,7 +24,8 @@ def bind_threads(rank: int) -> None:
     if cores is None:
         return
     for task in Path("/proc/self/task").iterdir():
-        os.sched_setaffinity(int(task.name), cores)
+        with suppress(ProcessLookupError):  # it has just ended
+            os.sched_setaffinity(int(task.name), cores)
     torch.set_num_threads(len(cores))
 
 

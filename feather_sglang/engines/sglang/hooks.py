@@ -69,6 +69,13 @@ HOOKS: tuple[Hook, ...] = (
         ("self", "req"),
         "stops admission where the plan ends",
     ),
+    Hook(
+        "sglang.srt.managers.scheduler_components.request_receiver.broadcast_pyobj",
+        "around",
+        admission.around_broadcast,
+        ("data", "rank", "src"),
+        "carries rank 0's time and rewards to the other tensor parallel ranks",
+    ),
 )
 
 

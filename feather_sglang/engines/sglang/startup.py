@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.metadata
 import logging
 import platform
@@ -44,10 +45,10 @@ def around_init_schedule_policy(original: Callable[..., Any], scheduler: Any) ->
     problem = _first_problem(scheduler.server_args)
     if problem is not None:
         raise RuntimeError(f"feather-sglang: {problem}")
-    settings = arguments.load_settings()
+    settings = _own_files(arguments.load_settings(), get_parallel().dp_rank)
     scheduler.schedule_policy = settings.fallback_policy
     result = original(scheduler)
-    rank = get_parallel().tp_rank
+    rank, ranks = get_parallel().tp_rank, get_parallel().tp_size
     if getattr(scheduler.tree_cache, "disable", True):
         logger.warning(
             "Feather: the radix cache is disabled, so there is no prefix to share: requests are served first come, "
@@ -56,7 +57,7 @@ def around_init_schedule_policy(original: Callable[..., Any], scheduler: Any) ->
         return result
     try:
         state = _state_file(scheduler, settings) if rank == 0 else None
-        controller = (TimedController if settings.trace else Controller)(scheduler, settings, rank, state)
+        controller = (TimedController if settings.trace else Controller)(scheduler, settings, rank, state, ranks)
     except (OSError, SettingsError) as error:
         raise RuntimeError(f"feather-sglang: {error}") from error
     controller.attach()
@@ -72,21 +73,27 @@ def around_init_schedule_policy(original: Callable[..., Any], scheduler: Any) ->
     return result
 
 
+def _own_files(settings: Settings, dp_rank: int | None) -> Settings:
+    """With data parallelism each rank has a scheduler, and files, of its own."""
+    if not dp_rank:
+        return settings
+    own: dict[str, Any] = {
+        name: f"{path}.dp{dp_rank}" for name in ("state", "trace") if (path := getattr(settings, name))
+    }
+    return dataclasses.replace(settings, **own)
+
+
 def _state_file(scheduler: Any, settings: Settings) -> StateFile | None:
-    """The state file; with data parallelism each scheduler has one of its own."""
     if not settings.state:
         return None
     import torch
-    from sglang.srt.runtime_context import get_parallel
 
     gpu = torch.cuda.is_available()
     identity = {
         "model": str(scheduler.server_args.model_path),
         "hardware": torch.cuda.get_device_name() if gpu else f"{platform.machine()} CPU",
     }
-    dp_rank = get_parallel().dp_rank
-    path = f"{settings.state}.dp{dp_rank}" if dp_rank else settings.state
-    return StateFile(path, settings.state_period_s, identity)
+    return StateFile(settings.state, settings.state_period_s, identity)
 
 
 def _first_problem(args: Any) -> str | None:
@@ -97,7 +104,7 @@ def _first_problem(args: Any) -> str | None:
         return unsupported
     try:
         settings = arguments.load_settings()
-        unsupported = arguments.unsupported_policy(args, settings)
+        unsupported = arguments.unsupported_policy(settings)
     except SettingsError as error:
         return str(error)
     if unsupported is not None:
