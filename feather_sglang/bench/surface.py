@@ -134,7 +134,7 @@ class Engine:
         self._group: dict[Hashable, int] = {}
         self._interval = 0
         self._tokens = self._ms = 0.0  # of the interval
-        self._late: list[tuple[int, float]] = []
+        self._late: list[tuple[int, float, float]] = []
 
     def run(self, requests: int) -> float:
         """Serve so many requests; returns output tokens/s over their decode steps."""
@@ -179,7 +179,7 @@ class Engine:
             return
         if self._ms:
             noise = 1 + _NOISE * self._noise.uniform(-1, 1)
-            self._late.append((self._interval, self._tokens / self._ms * 1000 * noise))
+            self._late.append((self._interval, self._tokens / self._ms * 1000 * noise, self._ms / 1000))
         if len(self._late) > 1:
             self.scheduler.policy.learn(*self._late.pop(0))
         self._interval, self._tokens, self._ms = self.scheduler.interval, 0.0, 0.0

@@ -9,34 +9,27 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections import deque
-from collections.abc import KeysView, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from feather_sglang.scheduling.bins import Bins
+from feather_sglang.scheduling.champion import Champion
 from feather_sglang.scheduling.policy import BatchingPolicy, BatchState, StaticPolicy
 from feather_sglang.scheduling.settings import Settings
+from feather_sglang.scheduling.trials import Decision, Rate, Trials
 
 STOP, ADD = 0, 1
-# A decision: its cell and its action.
-Decision = tuple[int, int]
 
 # Intervals that wait for a reward. Rewards are a few steps late; more are pending only if nobody sends any.
 _MAX_PENDING = 256
 # So many decisions about strangers without a sign of sharing, and the traffic is taken to share nothing.
 _SHARING_MEMORY = 256
+# Of an action that is not the rule's so much must have been seen: the others of its batch count for it, too.
+_EVIDENCE = 5
 # A return is made of this many episodes, which must be enough to see what comes after a drained batch.
 _STEPS = 8
 # Intervals in which nothing new was decided that still belong to one episode.
 _LONGEST_EPISODE = 16
-
-# Batch sizes that trials use as thresholds, relative to the one they start from.
-_THRESHOLDS = (0.5, 0.25, 2.0, 0.125, 1.01, 4.0)
-_TRIAL_EPISODES = 10
-_TRIAL_INTERVALS = 200
-_MAX_EXTENSIONS = 20
-_EXTENSION_GAIN = 1.05
-_MAX_PATIENCE = 64
-_SURPRISE = 0.25
 
 
 class Arms:
@@ -51,7 +44,7 @@ class Arms:
     def best(self, preferred: int, min_gain: float) -> int:
         """``preferred``, unless the other action is known to be better by more than the share ``min_gain``."""
         other = 1 - preferred
-        if not (self.weight[preferred] and self.weight[other]):
+        if not self.weight[preferred] or self.weight[other] < _EVIDENCE:
             return preferred
         return other if self.value[other] > self.value[preferred] * (1 + min_gain) else preferred
 
@@ -60,32 +53,25 @@ class Arms:
         return max(value if weight else 0.0 for value, weight in zip(self.value, self.weight, strict=True))
 
 
-class Episode:
-    """Decisions that formed a batch, and the mean reward of the intervals until something else was decided."""
+# All that is learned: cells, and thresholds.
+Table = tuple[dict[int, Arms], list[float | None]]
 
-    __slots__ = ("decisions", "intervals", "reward")
+
+class Episode:
+    """Decisions that formed a batch, and the throughput until something else was decided."""
+
+    __slots__ = ("decisions", "intervals", "rate")
 
     def __init__(self, decisions: dict[Decision, bool]) -> None:
         #: To whether it was taken on trial, in the order in which they were taken.
         self.decisions = decisions
-        self.reward = 0.0
+        self.rate = Rate()
         self.intervals = 0
 
-    def add(self, reward: float) -> None:
+    def add(self, reward: float, seconds: float) -> None:
         """One more interval, in tokens/s."""
         self.intervals += 1
-        self.reward += (reward - self.reward) / self.intervals
-
-
-class Trial(NamedTuple):
-    """While it lasts, the batch takes those of one kind below a threshold and none from there on."""
-
-    #: Whether it is about relatives that cost depth, or about strangers.
-    related: bool
-    #: Requests, those held included.
-    threshold: float
-    #: First interval that may show what it brings.
-    start: int
+        self.rate.add(reward, seconds)
 
 
 class LearnedPolicy(BatchingPolicy):
@@ -103,12 +89,12 @@ class LearnedPolicy(BatchingPolicy):
         self.freeze = settings.freeze
         self.bins = Bins.of(settings)
         self.cells: dict[int, Arms] = {}
-        #: Counters, for metrics: decisions looked up, intervals, those of them on trial, trials, bad rewards.
-        self.decisions = self.intervals = self.trial_intervals = self.trials = self.ignored_rewards = 0
+        #: Counters, for metrics: decisions looked up, intervals, bad rewards.
+        self.decisions = self.intervals = self.ignored_rewards = 0
         self._static = StaticPolicy(settings, max_batch)
         self._min_gain = settings.min_gain
         self._discount = settings.discount
-        self._spacing = 1 / settings.exploration if settings.exploration else 0.0
+        self.trials = Trials(0.0 if settings.freeze else settings.exploration, max_batch, settings.confidence_width)
         # Decisions
         self._shared = 0  # decisions about strangers left until the traffic is taken to share nothing
         self._chosen: dict[int, int] = {}  # cell -> action, for the rest of the interval
@@ -117,16 +103,7 @@ class LearnedPolicy(BatchingPolicy):
         self._followed: dict[Decision, bool] = {}  # in this interval -> on trial
         self._pending: deque[tuple[int, dict[Decision, bool]]] = deque(maxlen=_MAX_PENDING)  # followed, no reward yet
         self._episodes: deque[Episode] = deque()  # rewarded, return not complete
-        # Trials
-        self._trial: Trial | None = None
-        self._length = 0  # intervals of the trial, or of its last extension
-        self._changes = 0  # how often the decisions of its intervals changed
-        self._extensions = 0
-        self._last: KeysView[Decision] = {}.keys()
-        self._rest = 0.0  # intervals until another one may start
-        self._patience = 1  # factor of that; grows while trials bring nothing
-        self._usual = self._past = self._on_trial = 0.0  # means of the reward: recent, long, of the trial
-        self._rewards = 0
+        self._champion: Champion[Table] = Champion(_copy)
 
     # --------------------------------------------------------------- deciding
 
@@ -146,9 +123,10 @@ class LearnedPolicy(BatchingPolicy):
         action = self._chosen.get(cell)
         if action is None:
             action = self._choose(cell, state)
-        on_trial = self._trial is not None and self._trial.related == related
-        if self._trial is not None and on_trial:
-            action = ADD if batch + held < self._trial.threshold else STOP
+        trial = self.trials.running
+        on_trial = trial is not None and trial.related == related
+        if trial is not None and on_trial:
+            action = self._by_threshold(trial.threshold, state)
         # Of several adds in one cell the first counts, of several stops the last.
         if action == STOP or (cell, ADD) not in self._taken:
             self._taken[cell, action] = (batch, on_trial)
@@ -162,21 +140,32 @@ class LearnedPolicy(BatchingPolicy):
         return super().admit_run(state, holds)
 
     def _choose(self, cell: int, state: BatchState) -> int:
-        preferred = int(self._static.admit(state))
+        preferred = self._preferred(state)
         self.decisions += 1
+        self.trials.begin(state.related, self._interval)
         arms = self.cells.get(cell)
-        best = preferred if arms is None else arms.best(preferred, self._min_gain)
-        if arms is not None and self._trial is None and self._spacing and not self.freeze and self._rest <= 0:
-            self._start_trial(arms, best, state)
-        self._chosen[cell] = best
-        return best
+        action = preferred if arms is None else arms.best(preferred, self._min_gain)
+        self._chosen[cell] = action
+        return action
+
+    def _preferred(self, state: BatchState) -> int:
+        threshold = self.trials.rule[state.related]
+        return self._by_threshold(math.nan if threshold is None else threshold, state)
+
+    def _by_threshold(self, threshold: float, state: BatchState) -> int:
+        """Add below it; NaN stands for the static rule."""
+        if math.isnan(threshold):
+            return int(self._static.admit(state))
+        return ADD if state.batch + state.held < threshold else STOP
 
     # --------------------------------------------------------------- learning
 
     def formed(self, interval: int, batch: int) -> None:
         """O(cells in which the plan decided)."""
         if interval != self._interval:
-            self._count_interval(self._followed.keys())
+            self.intervals += 1
+            if self.trials.interval_over(self._followed.keys()):
+                self._new_rule()
             self._interval = interval
             self._followed = {}
             self._chosen = {}
@@ -189,9 +178,9 @@ class LearnedPolicy(BatchingPolicy):
             self._followed.update(new)
             self._pending.append((interval, new))
 
-    def learn(self, interval: int, reward: float) -> None:
+    def learn(self, interval: int, reward: float, seconds: float) -> None:
         """O(cells decided in since the last one). The credit is given when the return is complete, episodes later."""
-        if not (math.isfinite(reward) and reward > 0):
+        if not (math.isfinite(reward) and reward > 0 and math.isfinite(seconds) and seconds > 0):
             self.ignored_rewards += 1
             return
         decisions: dict[Decision, bool] = {}
@@ -199,7 +188,7 @@ class LearnedPolicy(BatchingPolicy):
             decisions.update(self._pending.popleft()[1])
         if self.freeze:
             return
-        self._compare(interval, reward)
+        self._judge(interval, reward, seconds)
         last = self._episodes[-1] if self._episodes else None
         if decisions and not (last and decisions.keys() <= last.decisions.keys() and last.intervals < _LONGEST_EPISODE):
             # What a trial brings says nothing about the decisions before it.
@@ -210,13 +199,13 @@ class LearnedPolicy(BatchingPolicy):
             last = Episode(decisions)
             self._episodes.append(last)
         if last is not None:
-            last.add(reward)
+            last.add(reward, seconds)
 
     def _close(self, following: int) -> None:
         """Credit the oldest episode with its return; ``following`` is the cell in which the next one begins."""
         total, left = 0.0, 1.0
         for episode in self._episodes:
-            total += left * (1 - self._discount) * episode.reward
+            total += left * (1 - self._discount) * episode.rate.mean()
             left *= self._discount
         episode = self._episodes.popleft()
         # What is beyond the last episode is taken to be as good as what is known: a mean in tokens/s all in all.
@@ -235,67 +224,35 @@ class LearnedPolicy(BatchingPolicy):
     def _credit(self, arms: Arms, action: int, value: float) -> None:
         """Learn that ``action`` brought ``value`` tokens/s."""
 
-    # ----------------------------------------------------------------- trials
+    # ------------------------------------------------------- the whole table
 
-    def _start_trial(self, arms: Arms, best: int, state: BatchState) -> None:
-        size = state.batch + state.held
-        for _ in _THRESHOLDS:
-            threshold = size * _THRESHOLDS[self.trials % len(_THRESHOLDS)]
-            self.trials += 1
-            if best == (ADD if size < threshold else STOP) or self._worth_trying(arms, 1 - best):
-                self._trial = Trial(state.related, threshold, self._interval + 1)
-                self._length = self._changes = self._extensions = 0
-                self._last = {}.keys()
-                self._on_trial = self._usual
-                return
+    def _judge(self, interval: int, reward: float, seconds: float) -> None:
+        """What the whole table brings, or the trial; the table goes back to the best one if it is much worse."""
+        on_trial = self.trials.running is not None
+        if self.trials.heard(interval, reward, seconds):
+            self._champion.forget()
+        if on_trial:
+            return
+        back = self._champion.hear(reward, seconds, (self.cells, self.trials.rule))
+        if back is not None:
+            self.cells, rule = back
+            self.trials.go_back(rule)
+            self._episodes.clear()
 
-    def _worth_trying(self, arms: Arms, action: int) -> bool:
-        """Whether a trial may begin with an action that is not thought best."""
-        return True
-
-    def _count_interval(self, decisions: KeysView[Decision]) -> None:
-        """An interval is over."""
-        self.intervals += 1
-        if self._trial is None:
-            self._rest = max(0.0, self._rest - 1)
-            return
-        self.trial_intervals += 1
-        self._length += 1
-        if decisions and decisions != self._last:
-            self._changes += 1
-            self._last = decisions
-        if self._changes < _TRIAL_EPISODES and self._length < _TRIAL_INTERVALS:
-            return
-        if self._extensions < _MAX_EXTENSIONS and self._on_trial > self._usual * _EXTENSION_GAIN:
-            self._extensions += 1  # no cost, so go on and make sure of it
-            self._changes = self._length = 0
-            self._patience = 1
-            return
-        self._trial = None
-        self._rest = (self._spacing - 1) * self._length * self._patience
-        if self.trials % len(_THRESHOLDS) == 0:
-            self._patience = min(_MAX_PATIENCE, 4 * self._patience)
-
-    def _compare(self, interval: int, reward: float) -> None:
-        """Keep the means that tell whether a trial pays, and whether the traffic has changed."""
-        if self._trial is not None:
-            if interval >= self._trial.start:
-                self._on_trial += (reward - self._on_trial) * 0.05
-            return
-        self._rewards += 1
-        self._usual += (reward - self._usual) * max(0.02, 1 / self._rewards)
-        self._past += (reward - self._past) * max(0.002, 1 / self._rewards)
-        if abs(self._usual - self._past) > _SURPRISE * self._past:
-            self._past = self._usual
-            self._rest /= self._patience
-            self._patience = 1
+    def _new_rule(self) -> None:
+        """What the cells knew was under another rule."""
+        self.cells = {}
+        self._episodes.clear()
+        self._champion.begin()
 
     # ---------------------------------------------------------------- storing
 
     def snapshot(self) -> dict[str, Any]:
-        """O(cells visited)."""
-        cells = [[cell, *arms.value, *arms.weight] for cell, arms in self.cells.items()]
-        return {"policy": self.name, "bins": self.bins.describe(), "cells": cells}
+        """The best table so far, which is not always the present one. O(cells visited)."""
+        table = self._champion.table
+        best, rule = (self.cells, self.trials.rule) if table is None else table
+        cells = [[cell, *arms.value, *arms.weight] for cell, arms in best.items()]
+        return {"policy": self.name, "bins": self.bins.describe(), "thresholds": list(rule), "cells": cells}
 
     def restore(self, data: Mapping[str, Any]) -> None:
         """Take the cells over; trials and returns that were under way begin anew."""
@@ -315,6 +272,19 @@ class LearnedPolicy(BatchingPolicy):
             ):
                 raise ValueError(f"it holds {row!r} where a cell was expected")
             cells[row[0]] = Arms([float(each) for each in row[1:3]], [float(each) for each in row[3:]])
+        thresholds = data.get("thresholds")
+        if not (
+            isinstance(thresholds, list)
+            and len(thresholds) == 2
+            and all(each is None or (type(each) in (int, float) and math.isfinite(each)) for each in thresholds)
+        ):
+            raise ValueError(f"it holds {thresholds!r} where two thresholds were expected")
         self.cells = cells
+        self.trials.go_back(list(thresholds))
+        self._champion.forget()
         self._episodes.clear()
-        self._trial = None
+
+
+def _copy(table: Table) -> Table:
+    cells, rule = table
+    return {cell: Arms(arms.value, arms.weight) for cell, arms in cells.items()}, list(rule)

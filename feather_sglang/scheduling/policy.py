@@ -61,8 +61,8 @@ class BatchingPolicy(ABC):
         """
         return
 
-    def learn(self, interval: int, reward: float) -> None:
-        """The decode throughput of an interval, in output tokens/s, prefill excluded.
+    def learn(self, interval: int, reward: float, seconds: float) -> None:
+        """The decode throughput of an interval, in output tokens/s, prefill excluded, and how long it decoded.
 
         It comes late, possibly after decisions for later intervals, and never for an interval without a decode step.
         """

@@ -58,7 +58,7 @@ class Settings:
     max_failures: int = _setting(10, "failures after which Feather leaves every pass to the fallback policy", low=1)
     freeze: bool = _setting(False, "a learned policy tries nothing out and learns nothing more")
     exploration: float = _setting(
-        0.2, "largest share of intervals that a learned policy spends on trials; 0: none", low=0, high=0.5
+        0.2, "largest share of the decode time that a learned policy spends on trials; 0: none", low=0, high=0.5
     )
     min_gain: float = _setting(
         0.02, "share by which an action must beat the static rule's to be preferred to it", low=0, high=1

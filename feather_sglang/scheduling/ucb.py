@@ -6,12 +6,8 @@ evidence loses weight with every visit of its cell, so what has not been tried f
 
 from __future__ import annotations
 
-import math
-
 from feather_sglang.scheduling.learning import Arms, LearnedPolicy
 from feather_sglang.scheduling.settings import Settings
-
-_FORGOTTEN = 1e-6
 
 
 class UCBPolicy(LearnedPolicy):
@@ -22,20 +18,8 @@ class UCBPolicy(LearnedPolicy):
     def __init__(self, settings: Settings, max_batch: int) -> None:
         super().__init__(settings, max_batch)
         self._keep = 1 - 1 / settings.memory
-        self._width = settings.confidence_width
 
     def _credit(self, arms: Arms, action: int, value: float) -> None:
         arms.weight = [weight * self._keep for weight in arms.weight]
         arms.weight[action] += 1
         arms.value[action] += (value - arms.value[action]) / arms.weight[action]
-
-    def _worth_trying(self, arms: Arms, action: int) -> bool:
-        if arms.weight[action] < _FORGOTTEN:
-            return True
-        return self._bound(arms, action) > self._bound(arms, 1 - action)
-
-    def _bound(self, arms: Arms, action: int) -> float:
-        visits = math.log(max(math.e, sum(arms.weight)))
-        # Rewards have no known scale, so the width is a share of the cell's value.
-        width = self._width * max(arms.value)
-        return arms.value[action] + width * math.sqrt(visits / max(_FORGOTTEN, arms.weight[action]))

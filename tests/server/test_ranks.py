@@ -65,7 +65,8 @@ def test_two_ranks_with_different_clocks_decide_the_same_in_every_pass(serve, tm
     first, second = decided(server.trace), decided(f"{server.trace}.rank1")
     assert first == second and len(first) > 10
     if policy != "static":
-        assert json.loads(state.read_text())["state"]["cells"], "rank 0's rewards were heard"
+        learned = json.loads(state.read_text())["state"]
+        assert learned["cells"] or any(learned["thresholds"]), "rank 0's rewards were heard"
 
 
 def test_data_parallel_schedulers_each_plan_for_their_own_requests(serve):

@@ -50,6 +50,9 @@ FEATHER = ("--device=cpu", "--schedule-policy=feather")
     [
         (("--enable-priority-scheduling",), "--enable-priority-scheduling does not go with --schedule-policy feather"),
         (("--pp-size=2",), "--pp-size above 1 is not supported"),
+        (("--enable-dp-attention", "--tp-size=2"), "--enable-dp-attention is not supported"),
+        (("--disaggregation-mode=prefill",), "--disaggregation-mode is not supported"),
+        (("--feather-max-wait-s=-1",), "max_wait_s must be a number of at least 0, got '-1'"),
         (("--feather-chunk-size=0",), "chunk_size must be an integer of at least 1, got '0'"),
         (
             ("--feather-policy=magic",),

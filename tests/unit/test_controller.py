@@ -184,10 +184,10 @@ class Recorder(StaticPolicy):
     heard: ClassVar[list] = []
     fail = False
 
-    def learn(self, interval, reward):
+    def learn(self, interval, reward, seconds):
         if Recorder.fail:
             raise RuntimeError("broken on purpose")
-        Recorder.heard.append((interval, reward))
+        Recorder.heard.append((interval, reward, seconds))
 
     def snapshot(self):
         return {"heard": len(Recorder.heard)}
@@ -213,8 +213,8 @@ def test_a_policy_hears_how_fast_its_batch_decoded_once_the_batch_changes(record
     engine.waiting_queue.append(Req(9, [1] * 40 + [900] * 4))
     engine.run_pass()
     engine.run_pass()
-    [(interval, reward)] = Recorder.heard
-    assert interval == 2 and reward > 0
+    [(interval, reward, seconds)] = Recorder.heard
+    assert interval == 2 and reward > 0 and seconds > 0
     assert engine.controller._core.interval == 3
 
 

@@ -19,7 +19,7 @@ def test_decode_steps_count_once_the_prefill_is_behind_them():
         meter.end(prefill, running)
         now += lasts
     meter.begin(now)
-    assert meter.take() == (4 + 3 + 3) / (0.5 + 0.25 + 0.25)
+    assert meter.take() == ((4 + 3 + 3) / (0.5 + 0.25 + 0.25), 0.5 + 0.25 + 0.25)
     assert meter.take() is None, "it begins anew"
 
 

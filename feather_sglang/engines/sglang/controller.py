@@ -130,8 +130,8 @@ class Controller:
             core.tick(news.now_s)
             if news.learned is not None:
                 core.policy.restore(news.learned)
-            for interval, reward in news.rewards:
-                core.policy.learn(interval, reward)
+            for interval, reward, seconds in news.rewards:
+                core.policy.learn(interval, reward, seconds)
         except Exception:
             self._failed("learning")
         try:
@@ -233,9 +233,9 @@ class Controller:
     def _measure(self, meter: DecodeMeter, prefill: bool, running: int) -> None:
         """Where the batch is about to change, what it decoded is the reward of the decisions that formed it."""
         try:
-            reward = meter.take() if self._admitted else None
-            if reward is not None and self._speaker is not None:
-                self._speaker.reward(self._core.interval, reward)
+            measured = meter.take() if self._admitted else None
+            if measured is not None and self._speaker is not None:
+                self._speaker.reward(self._core.interval, *measured)
             meter.end(prefill, running)
         except Exception:
             self._lost("measuring")

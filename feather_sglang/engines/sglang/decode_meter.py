@@ -34,8 +34,8 @@ class DecodeMeter:
         self._steps = 0 if prefill else self._steps + 1
         self._running = running if self._steps > self._settle else 0
 
-    def take(self) -> float | None:
-        """Tokens per second since the last call; ``None`` without a step that counts."""
+    def take(self) -> tuple[float, float] | None:
+        """Tokens per second since the last call, and over how many seconds; ``None`` without a step that counts."""
         tokens, seconds = self._tokens, self._seconds
         self._tokens, self._seconds = 0, 0.0
-        return tokens / seconds if tokens and seconds > 0 else None
+        return (tokens / seconds, seconds) if tokens and seconds > 0 else None

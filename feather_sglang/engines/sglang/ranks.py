@@ -20,8 +20,8 @@ class News(NamedTuple):
 
     #: Seconds since rank 0's start.
     now_s: float
-    #: Intervals and what they decoded, in output tokens/s; see ``BatchingPolicy.learn``.
-    rewards: tuple[tuple[int, float], ...]
+    #: Intervals, what they decoded in output tokens/s, and over how many seconds; see ``BatchingPolicy.learn``.
+    rewards: tuple[tuple[int, float, float], ...]
     #: What rank 0 loaded from its state file; see ``BatchingPolicy.restore``.
     learned: Mapping[str, Any] | None
 
@@ -37,13 +37,13 @@ class Speaker:
     def __init__(self, ticks: bool, learned: Mapping[str, Any] | None = None) -> None:
         self._ticks = ticks
         self._learned = learned
-        self._rewards: list[tuple[int, float]] = []
+        self._rewards: list[tuple[int, float, float]] = []
         self._start_s = time.monotonic()
         self._told_s = float("-inf")
 
-    def reward(self, interval: int, value: float) -> None:
+    def reward(self, interval: int, value: float, seconds: float) -> None:
         """Tell this next time."""
-        self._rewards.append((interval, value))
+        self._rewards.append((interval, value, seconds))
 
     def news(self) -> News | None:
         """What is to be told now, once; ``None``: nothing."""

@@ -1,0 +1,127 @@
+"""Trials of thresholds, and the table that a learned policy falls back to."""
+
+from __future__ import annotations
+
+import pytest
+
+from feather_sglang.scheduling import trials as module
+from feather_sglang.scheduling.champion import _WINDOW, Champion
+from feather_sglang.scheduling.trials import Rate, Trials
+
+
+class World:
+    """Intervals go by; what they bring depends on the threshold in force."""
+
+    def __init__(self, brings, exploration=0.5, slots=64):
+        self.brings = brings  # threshold, or None for the static rule -> tokens/s
+        self.trials = Trials(exploration, slots, 0.1)
+        self.interval = 0
+        self.tried = []
+
+    def go(self, intervals):
+        for _ in range(intervals):
+            trials, self.interval = self.trials, self.interval + 1
+            trials.begin(False, self.interval)
+            trial = trials.running
+            arm = trials._arms[trial.arm] if trial else trials.rule[False]
+            if trial and (not self.tried or self.tried[-1] != arm):
+                self.tried.append(arm)
+            trials.heard(self.interval + 1, self.brings(arm), 0.1)
+            trials.interval_over({(self.interval % 3, 0): True}.keys())
+        return self
+
+
+def test_a_rate_weighs_intervals_by_their_time():
+    rate = Rate()
+    rate.add(100.0, 3.0)
+    rate.add(500.0, 1.0)
+    assert rate.mean() == 200.0 and Rate().mean() == 0.0
+
+
+def test_the_best_threshold_becomes_the_rule_and_stays():
+    world = World(lambda arm: {4.0: 1000.0, 8.0: 800.0}.get(arm, 500.0)).go(3000)
+    assert world.trials.rule == [4.0, None], "for strangers; nothing was tried with relatives"
+    assert {2.0, 4.0, 8.0, 16.0, 32.0, 65.0, None} == set(world.tried), "a ladder, everybody, and the static rule"
+
+
+def test_what_brings_a_little_more_is_not_worth_a_change():
+    world = World(lambda arm: 500.0 * (1.03 if arm == 8.0 else 1)).go(3000)
+    assert world.trials.rule == [None, None]
+
+
+def test_one_good_round_is_not_enough():
+    def brings(arm):
+        world.seen += arm == 8.0
+        return (800.0 if world.seen % 80 < 12 else 400.0) if arm == 8.0 else 500.0
+
+    world = World(brings)
+    world.seen = 0
+    world.go(3000)
+    assert world.trials.rule == [None, None] and world.seen > 12
+
+
+def test_a_bad_trial_ends_early():
+    world = World(lambda arm: 500.0 if arm is None else 100.0, exploration=0.2)
+    world.go(module._WARM_UP + 1)
+    assert world.trials.running
+    world.go(module._SETTLING + module._REWARDS)
+    assert not world.trials.running and world.trials.rule == [None, None]
+
+
+def test_another_load_makes_it_try_again():
+    level = {"all": 500.0, "good": None}
+    world = World(lambda arm: level["all"] * (2 if arm == level["good"] else 1), exploration=0.2).go(20000)
+    assert world.trials._patience >= 16
+    before = world.trials.begun
+    level.update(all=250.0, good=16.0)
+    world.go(1500)
+    assert world.trials.rule == [16.0, None] and world.trials.begun > before
+
+
+def test_a_restored_rule_of_another_server_is_the_nearest_of_this_one():
+    trials = Trials(0.2, 16, 0.1)
+    trials.go_back([64.0, None])
+    assert trials.rule == [17.0, None]
+
+
+@pytest.fixture
+def champion():
+    return Champion(dict)
+
+
+def window(champion, table, reward, seconds=1.0):
+    backs = [champion.hear(reward, seconds, table) for _ in range(_WINDOW)]
+    assert not any(backs[:-1])
+    return backs[-1]
+
+
+def test_a_much_worse_table_gives_way_to_the_best_one(champion):
+    good, fair, bad = {"good": 1}, {"fair": 1}, {"bad": 1}
+    assert window(champion, fair, 800.0) is None and champion.table == fair
+    assert window(champion, good, 1000.0) is None and champion.table == good
+    assert window(champion, fair, 960.0) is None and champion.table == good, "not that much worse"
+    back = window(champion, bad, 700.0)
+    assert back == good and back is not champion.table, "a copy, for learning to go on with"
+
+
+def test_after_going_back_the_best_table_is_measured_anew(champion):
+    """Or a better time in the past would bring every other table down for ever."""
+    window(champion, {"good": 1}, 1000.0)
+    assert window(champion, {"bad": 1}, 500.0) == {"good": 1}
+    assert window(champion, {"good": 1}, 400.0) is None
+    assert window(champion, {"bad": 1}, 500.0) is None and champion.table == {"bad": 1}
+
+
+def test_a_table_is_judged_as_it_was_when_its_window_began(champion):
+    window(champion, {"first": 1}, 90.0)
+    table = {"n": 0}
+    for n in range(_WINDOW):
+        table["n"] = n
+        champion.hear(100.0, 1.0, table)
+    assert champion.table == {"n": 0}
+
+
+def test_a_change_of_traffic_forgets_the_best_table(champion):
+    window(champion, {"good": 1}, 1000.0)
+    champion.forget()
+    assert champion.table is None and window(champion, {"bad": 1}, 100.0) is None
