@@ -19,8 +19,8 @@ from typing import Any, ClassVar
 from mypy_extensions import mypyc_attr
 
 from feather_sglang.cht import chunk_hashes
-from feather_sglang.engines.sglang.decode_meter import DecodeMeter
 from feather_sglang.scheduling import FeatherScheduler, Settings
+from feather_sglang.scheduling.decode_meter import DecodeMeter
 from feather_sglang.scheduling.state_file import StateFile
 
 logger = logging.getLogger(__name__)
