@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import importlib.util
 import math
@@ -12,10 +13,13 @@ from pathlib import Path
 
 from feather_sglang.cli import _bad_use, _positive, _report, _say, _unknown, _writable
 from feather_sglang.scheduling import Settings, SettingsError
-from feather_sglang.simulation import report
+from feather_sglang.scheduling.policy import default_min_batch
+from feather_sglang.simulation import recommend, report
 from feather_sglang.simulation.cost import kv_tokens
 from feather_sglang.simulation.engine import EngineConfig
+from feather_sglang.simulation.metrics import Result
 from feather_sglang.simulation.names import POLICIES
+from feather_sglang.simulation.page import page
 from feather_sglang.simulation.profiles import ProfileError, hardware_names, load_hardware, load_model, model_names
 from feather_sglang.simulation.run import Setup, run_all
 from feather_sglang.simulation.scenarios import SCENARIOS, make_scenario
@@ -26,6 +30,8 @@ Commands = argparse._SubParsersAction  # an alias: it takes parameters only for 
 
 # Malformed lines that are named one by one.
 _SHOWN_LINES = 5
+# Whose min_batch the report page varies.
+_TRIED = "feather-static"
 
 
 class BadUse(ValueError):
@@ -106,8 +112,8 @@ def _replay(args: argparse.Namespace) -> int:
         _say(f"{args.trace}:{number}: {why}; left out")
     if trace.bad_lines:
         numbers = [str(number) for number, _ in trace.bad_lines]
-        more = f" and {len(numbers) - 20} more" if len(numbers) > 20 else ""
-        _say(f"{len(numbers)} malformed lines left out: {', '.join(numbers[:20])}{more}")
+        more = ", ..." if len(numbers) > 20 else ""
+        _say(f"malformed lines left out: {len(numbers)} (lines {', '.join(numbers[:20])}{more})")
     return _run(args, trace.workload, functools.partial(_workload_of, args.trace, args.requests, args.speedup))
 
 
@@ -124,14 +130,40 @@ def _run(args: argparse.Namespace, workload: Workload, make: Callable[[], Worklo
     _check_outputs(args.json, args.plot, html)
     setup = _setup(args, workload)
     runs = [(policy, setup.settings) for policy in policies]
-    results = run_all(make, setup, runs, _progress(policies, len(workload.requests)))
+    trials = recommend.min_batches(setup.engine.max_running) if html else []
+    runs += [(_TRIED, dataclasses.replace(setup.settings, min_batch=number)) for number in trials]
+    everything = run_all(make, setup, runs, _progress(len(runs), len(workload.requests)))
+    results = everything[: len(policies)]
     refused = max(result.refused for result in results)
     if refused:
         _say(f"{refused} of {len(workload.requests)} requests need more KV than there is and were refused")
+    if html:
+        tried = dict(zip(trials, everything[len(policies) :], strict=True))
+        _write_page(html, args, workload, setup, results, tried)
     if args.plot:
         report.figure(results, f"{workload.name}, {args.model} on {args.hardware}").savefig(args.plot, dpi=110)
     text = f"{report.heading(workload, setup, args.hardware, args.model)}\n{report.table(results)}"
     return _report(text, report.as_json(workload, setup, results), args.json)
+
+
+def _write_page(
+    html: Path,
+    args: argparse.Namespace,
+    workload: Workload,
+    setup: Setup,
+    results: Sequence[Result],
+    tried: dict[int, Result],
+) -> None:
+    default = {
+        setup.settings.min_batch or default_min_batch(setup.engine.max_running): result
+        for result in results
+        if result.policy == _TRIED
+    }
+    advice = recommend.recommend(
+        results, default | tried if default else {}, workload.shared_tokens / workload.prompt_tokens
+    )
+    about = report.heading(workload, setup, args.hardware, args.model).replace("\n", "; ")
+    html.write_text(page(workload, about, results, recommend.best_of(results), advice), encoding="utf-8")
 
 
 def _setup(args: argparse.Namespace, workload: Workload) -> Setup:
@@ -153,21 +185,21 @@ def _check_outputs(json: str | None, plot: Path | None, html: Path | None) -> No
         raise BadUse("--plot and --html need matplotlib; run: pip install 'feather-sglang[plots]'")
 
 
-def _progress(names: Sequence[str], requests: int) -> Callable[[Sequence[int]], None]:
+def _progress(runs: int, requests: int) -> Callable[[Sequence[int]], None]:
     """A bar in place on a terminal; elsewhere a line whenever another tenth is done."""
     terminal = sys.stderr.isatty()
     shown = 0
 
     def show(finished: Sequence[int]) -> None:
         nonlocal shown
-        share = sum(finished) / (requests * len(names))
+        share = sum(finished) / (requests * runs)
         if terminal:
             bar = "#" * round(share * 30)
             end = "\n" if share >= 1 else ""
-            print(f"\rsimulating {len(names)} policies [{bar:<30}] {share:4.0%}", end=end, file=sys.stderr, flush=True)
+            print(f"\rsimulating, {runs} runs [{bar:<30}] {share:4.0%}", end=end, file=sys.stderr, flush=True)
         elif int(share * 10) > shown:
             shown = int(share * 10)
-            _say(f"simulating {len(names)} policies: {share:.0%} of {requests * len(names)} requests")
+            _say(f"simulating, {runs} runs: {share:.0%} of {requests * runs:,} requests")
 
     return show
 

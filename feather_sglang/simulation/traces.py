@@ -53,13 +53,11 @@ def read_trace(path: Path, *, requests: int | None = None, speedup: float = 1.0,
     except (OSError, UnicodeDecodeError) as error:
         raise TraceError(f"can't read '{path}': {error}") from None
     if not asks:
-        what = (
-            f"all of its {len(bad)} lines are malformed; the first, {bad[0][0]}: {bad[0][1]}" if bad else "it is empty"
-        )
+        what = f"malformed lines: {len(bad)}, the first {bad[0][0]}: {bad[0][1]}" if bad else "it is empty"
         raise TraceError(f"no request in '{path}': {what}")
     start = min(ask.arrival_s for ask in asks)
     asks = [Ask((ask.arrival_s - start) / speedup, ask.blocks, ask.output_tokens) for ask in asks]
-    about = f"{len(asks):,} requests of {path.name}" + (f", {speedup:g} times as fast" if speedup != 1 else "")
+    about = f"{len(asks):,} recorded requests" + (f", {speedup:g} times as fast" if speedup != 1 else "")
     return Trace(build(path.name, about, asks, fixed_output=False), bad)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from unittest import mock
 
 import pytest
@@ -112,13 +113,14 @@ def test_two_runs_are_equal(policy):
 
 def test_retraction_happens_and_ends():
     """Outputs longer than was reserved fill the pool: somebody is retracted and still gets all of the output."""
-    asks = [Ask(0.0, [(n, 50)], 100 + 60 * (n % 6)) for n in range(60)]
+    rng = random.Random(1)
+    asks = [Ask(number * 0.05, [(number, 50)], rng.randint(300, 500)) for number in range(100)]
     workload = build("long outputs", "", asks, fixed_output=False)
-    result, engine = run(workload, "fcfs", EngineConfig(3000, 24))
-    assert result.retracted > 0 and result.completed == 60
+    result, engine = run(workload, "fcfs", EngineConfig(6000, 64))
+    assert result.retracted == 7 and result.completed == 100
     assert engine.recorder._outputs == sum(ask.output_tokens for ask in asks)
     fixed = build("long outputs", "", asks)
-    assert run(fixed, "fcfs", EngineConfig(3000, 24))[0].retracted == 0, "all of it is reserved"
+    assert run(fixed, "fcfs", EngineConfig(6000, 64))[0].retracted == 0, "all of it is reserved"
 
 
 def jobs_of(*prompts):
