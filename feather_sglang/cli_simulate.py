@@ -130,11 +130,13 @@ def _run(args: argparse.Namespace, workload: Workload, make: Callable[[], Worklo
     _check_outputs(args.json, args.plot, html)
     setup = _setup(args, workload)
     runs = [(policy, setup.settings) for policy in policies]
-    trials = recommend.min_batches(setup.engine.max_running) if html else []
+    trials = recommend.min_batches(setup.engine.max_running) if html and _TRIED in policies else []
     runs += [(_TRIED, dataclasses.replace(setup.settings, min_batch=number)) for number in trials]
     everything = run_all(make, setup, runs, _progress(len(runs), len(workload.requests)))
     results = everything[: len(policies)]
     refused = max(result.refused for result in results)
+    if refused == len(workload.requests):
+        raise BadUse(f"none of the {refused} requests fits into {setup.engine.kv_tokens:,} tokens of KV")
     if refused:
         _say(f"{refused} of {len(workload.requests)} requests need more KV than there is and were refused")
     if html:

@@ -63,6 +63,13 @@ def test_simulate_reports_every_policy(tmp_path, capsys):
     assert again["rows"] == report["rows"][:1], "the same again, in another process"
 
 
+def test_a_pool_too_small_for_anybody_is_one_line(capsys):
+    assert main(["simulate", "--scenario", "bursty", "--kv-tokens", "100", "--policies", "fcfs"]) == 2
+    out, err = lines_of(capsys)
+    assert not out
+    assert err[-1] == "feather-sglang: error: none of the 2000 requests fits into 100 tokens of KV"
+
+
 def test_settings_reach_the_scheduler(capsys):
     def batch(*more):
         assert (
