@@ -27,6 +27,8 @@ _DEMO_POLICIES = ("fcfs", "lpm", "dfs-weight", "feather")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; returns the exit code: 0 done, 1 failed, 2 bad use, 130 interrupted."""
+    from feather_sglang.cli_simulate import add_simulate  # it uses this module's helpers
+
     parser = argparse.ArgumentParser(
         prog="feather-sglang", description="Prefix-homogeneous batch scheduling for SGLang."
     )
@@ -35,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_demo(commands)
     _add_bench(commands)
     _add_calibrate(commands)
+    add_simulate(commands)
     _add_compile(commands)
     args = parser.parse_args(argv)
     try:

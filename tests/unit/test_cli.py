@@ -14,6 +14,7 @@ def test_importing_the_package_needs_neither_sglang_nor_torch():
         "import sys\n"
         "sys.modules.update(dict.fromkeys(('sglang', 'torch')))\n"
         "import feather_sglang, feather_sglang.cht, feather_sglang.scheduling, feather_sglang.cli\n"
+        "import feather_sglang.cli_simulate\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 

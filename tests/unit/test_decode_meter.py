@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from feather_sglang.engines.sglang.decode_meter import DecodeMeter
+from feather_sglang.scheduling.decode_meter import DecodeMeter
 
 
 def test_decode_steps_count_once_the_prefill_is_behind_them():

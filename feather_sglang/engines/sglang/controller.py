@@ -21,9 +21,9 @@ from zlib import crc32
 from mypy_extensions import mypyc_attr
 
 from feather_sglang.cht import chunk_hashes
-from feather_sglang.engines.sglang.decode_meter import DecodeMeter
 from feather_sglang.engines.sglang.ranks import News, Speaker
 from feather_sglang.scheduling import FeatherScheduler, Plan, Settings
+from feather_sglang.scheduling.decode_meter import DecodeMeter
 from feather_sglang.scheduling.state_file import StateFile
 
 logger = logging.getLogger(__name__)
