@@ -29,6 +29,15 @@ def around_get_new_batch_prefill(original: Callable[..., Any], scheduler: Any, *
         controller.end_pass(prefill, len(running_batch.reqs))
 
 
+def around_get_new_batch_prefill_alone(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """The same to 0.5.15.post1, where the batch to prefill comes back alone and the running one is the scheduler's."""
+
+    def with_running(*given: Any, **named: Any) -> tuple[Any, Any]:
+        return original(*given, **named), scheduler.running_batch
+
+    return around_get_new_batch_prefill(with_running, scheduler, *args, **kwargs)[0]
+
+
 def around_calc_priority(
     original: Callable[..., Any], policy: Any, waiting_queue: list[Any], *args: Any, **kwargs: Any
 ) -> None:

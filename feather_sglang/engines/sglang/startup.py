@@ -11,7 +11,7 @@ from typing import Any
 
 import feather_sglang
 from feather_sglang import compiling
-from feather_sglang.engines.sglang import arguments
+from feather_sglang.engines.sglang import arguments, releases
 from feather_sglang.engines.sglang.controller import Controller
 from feather_sglang.engines.sglang.timed import TimedController
 from feather_sglang.scheduling import Settings, SettingsError
@@ -39,15 +39,13 @@ def around_init_schedule_policy(original: Callable[..., Any], scheduler: Any) ->
     """``Scheduler.init_schedule_policy``: SGLang builds its own policy, as the fallback, and Feather is attached."""
     if scheduler.schedule_policy != arguments.POLICY_NAME:
         return original(scheduler)
-    from sglang.srt.runtime_context import get_parallel
-
     problem = _first_problem(scheduler.server_args)
     if problem is not None:
         raise RuntimeError(f"feather-sglang: {problem}")
     settings = arguments.load_settings()
     scheduler.schedule_policy = settings.fallback_policy
     result = original(scheduler)
-    rank = get_parallel().tp_rank
+    rank = releases.parallel(scheduler).tp_rank
     if getattr(scheduler.tree_cache, "disable", True):
         logger.warning(
             "Feather: the radix cache is disabled, so there is no prefix to share: requests are served first come, "
@@ -77,14 +75,13 @@ def _state_file(scheduler: Any, settings: Settings) -> StateFile | None:
     if not settings.state:
         return None
     import torch
-    from sglang.srt.runtime_context import get_parallel
 
     gpu = torch.cuda.is_available()
     identity = {
         "model": str(scheduler.server_args.model_path),
         "hardware": torch.cuda.get_device_name() if gpu else f"{platform.machine()} CPU",
     }
-    dp_rank = get_parallel().dp_rank
+    dp_rank = releases.parallel(scheduler).dp_rank
     path = f"{settings.state}.dp{dp_rank}" if dp_rank else settings.state
     return StateFile(path, settings.state_period_s, identity)
 
