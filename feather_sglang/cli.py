@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 import feather_sglang
-from feather_sglang import compiling
+from feather_sglang import cli_compat, compiling
 from feather_sglang.bench import serving
 from feather_sglang.bench.server import ServerError
 from feather_sglang.bench.tiny_model import make_tiny_model
@@ -36,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_bench(commands)
     _add_calibrate(commands)
     _add_compile(commands)
+    cli_compat.add_commands(commands)
     args = parser.parse_args(argv)
     try:
         return int(args.run(args))
