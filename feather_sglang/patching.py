@@ -101,7 +101,14 @@ def status(directory: Path) -> Status:
     """
     package = _find_package(directory)
     recorded = package / RECORD
-    patch = _from_json(json.loads(recorded.read_text())) if recorded.is_file() else _patch_for(package)
+    if recorded.is_file():
+        stands = _compare(package, _from_json(json.loads(recorded.read_text())))
+        if stands.state != "dirty":  # otherwise the record may be left from a release that was here before
+            return stands
+    return _compare(package, _patch_for(package))
+
+
+def _compare(package: Path, patch: Patch) -> Status:
     found = {path: _digest(package / path) for path in patch.files}
     strange = tuple(path for path, digest in found.items() if digest not in patch.files[path])
     patched = tuple(path for path, digest in found.items() if digest == patch.files[path][1])
@@ -133,7 +140,7 @@ def apply(directory: Path) -> Status:
     found = check(directory)
     if found.state == "clean":
         _replace(found, reverse=False)
-    return status(directory)
+    return Status(found.package, found.patch, "applied")
 
 
 def revert(directory: Path) -> Status:
@@ -146,7 +153,7 @@ def revert(directory: Path) -> Status:
     if found.state == "dirty":
         raise PatchError(found.describe())
     _replace(found, reverse=True)
-    return status(directory)
+    return Status(found.package, found.patch, "clean")
 
 
 def _replace(found: Status, reverse: bool) -> None:

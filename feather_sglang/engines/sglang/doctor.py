@@ -71,8 +71,10 @@ def examine() -> Report:
     unknown = hooks.unknown_release()
     if unknown is not None:
         return Report(versions, gpu, [], [unknown])
-    from sglang.srt.plugins import load_plugins
-
+    try:
+        from sglang.srt.plugins import load_plugins
+    except Exception as error:  # whatever SGLang's dependencies raise while they are imported
+        return Report(versions, gpu, [], [f"sglang cannot be imported here: {type(error).__name__}: {error}"])
     logging.getLogger("sglang.srt.plugins.hook_registry").setLevel(logging.CRITICAL)  # the rows say it in one line
     load_plugins()
     rows = hooks.states()

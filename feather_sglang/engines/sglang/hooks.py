@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import inspect
 import pkgutil
@@ -201,7 +202,8 @@ def _problem(hook: Hook, registry: Any) -> str | None:
     try:
         target = pkgutil.resolve_name(hook.target)
     except (ImportError, AttributeError) as error:
-        return f"not found in the installed SGLang ({error}); reinstall sglang, or start without feather"
+        cause = _import_error(hook.target) or error
+        return f"not found in the installed SGLang ({cause}); reinstall sglang, or start without feather"
     missing = [name for name in hook.parameters if name not in inspect.signature(inspect.unwrap(target)).parameters]
     if missing:
         return f"has no parameter '{missing[0]}' in the installed SGLang; reinstall sglang, or start without feather"
@@ -218,6 +220,18 @@ def _problem(hook: Hook, registry: Any) -> str | None:
                 f"replaced by plugin '{_plugin(source)}'; leave it out with SGLANG_PLUGINS=feather, "
                 "or start without feather"
             )
+    return None
+
+
+def _import_error(target: str) -> Exception | None:
+    """Why a module on the way to a target cannot be imported, which ``resolve_name`` does not tell."""
+    parts = target.split(".")
+    for length in range(1, len(parts)):
+        name = ".".join(parts[:length])
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            return None if isinstance(error, ModuleNotFoundError) and error.name == name else error
     return None
 
 
