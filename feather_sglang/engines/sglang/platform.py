@@ -7,6 +7,9 @@ so it answers only where SGLang's own switch names it (``launch_server --device 
 from __future__ import annotations
 
 import os
+from importlib.metadata import version as _version
+
+from feather_sglang.engines.sglang.releases import RELEASES
 
 #: SGLang's switch, and our name in it.
 PLATFORM_VARIABLE = "SGLANG_PLATFORM"
@@ -17,10 +20,14 @@ PLATFORM_NAME = "feather_cpu"
 _SPIN_VARIABLE = "GOMP_SPINCOUNT"
 _SPINS = "1000"
 
+#: Releases whose platforms have to bring more of their own.
+_BEFORE = RELEASES[: RELEASES.index("0.5.22")]
+
 
 def activate() -> str | None:
     """The platform class to use, as ``module:Class``; ``None`` unless ``SGLANG_PLATFORM=feather_cpu``."""
     if os.environ.get(PLATFORM_VARIABLE) != PLATFORM_NAME:
         return None
     os.environ.setdefault(_SPIN_VARIABLE, _SPINS)  # for the processes to come: OpenMP looks when it is loaded
-    return "feather_sglang.engines.sglang.cpu:CpuPlatform"
+    module = "cpu_before" if _version("sglang") in _BEFORE else "cpu"
+    return f"feather_sglang.engines.sglang.{module}:CpuPlatform"
