@@ -55,7 +55,7 @@ def scheduler_class(monkeypatch):
         Hook(RUN, "around", around_run, ("self", "batch"), "runs"),
     )
     monkeypatch.setattr(hooks, "hooks_of", lambda release: table)
-    monkeypatch.setattr(hooks, "installed_release", lambda: NEWEST)
+    monkeypatch.setattr(hooks, "installed", lambda: NEWEST)
     monkeypatch.setattr(HookRegistry, "_hooks", type(HookRegistry._hooks)(list))
     monkeypatch.setattr(HookRegistry, "_patched", set())
     return Scheduler
@@ -110,7 +110,7 @@ def test_a_patched_sglang_without_feather_chosen_is_left_alone(scheduler_class):
 
 
 def test_a_patched_sglang_of_an_unknown_release_is_refused(scheduler_class, monkeypatch):
-    monkeypatch.setattr(hooks, "installed_release", lambda: "0.5.24.dev3")
+    monkeypatch.setattr(hooks, "installed", lambda: "0.5.24.dev3")
     with pytest.raises(RuntimeError, match=r"SGLang 0\.5\.24\.dev3 is not supported"):
         scheduler_class().init_schedule_policy()
 
@@ -187,7 +187,7 @@ def test_what_keeps_feather_from_running_is_exit_code_1(monkeypatch, capsys):
     assert main(["doctor"]) == 1
     assert capsys.readouterr().out.endswith("missing: mmh3 is not installed; run: pip install mmh3\n")
     versions["mmh3"] = "5"
-    monkeypatch.setattr(hooks, "installed_release", lambda: "0.5.24")
+    monkeypatch.setattr(hooks, "installed", lambda: "0.5.24")
     assert main(["doctor", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert report["missing"][0].startswith("SGLang 0.5.24 is not supported") and report["hooks"] == []

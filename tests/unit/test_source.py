@@ -104,6 +104,6 @@ def test_ranges_of_releases_include_both_ends():
 
 @pytest.mark.parametrize("release", ["0.5.10", "0.5.24", "0.5.24.dev12+gabcdef"])
 def test_an_unknown_release_is_a_problem_of_its_own(release, monkeypatch):
-    monkeypatch.setattr(hooks, "installed_release", lambda: release)
+    monkeypatch.setattr(hooks, "installed", lambda: release)
     (problem,) = hooks.problems()
     assert problem.startswith(f"SGLang {release} is not supported") and f"{OLDEST} to {NEWEST}" in problem

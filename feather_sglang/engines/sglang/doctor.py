@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from feather_sglang.engines.sglang import hooks, source
+from feather_sglang.engines.sglang.releases import installed
 
 _PACKAGES = ("feather-sglang", "sglang", "torch", "flashinfer-python", "mmh3")
 #: Packages without which no server starts here; flashinfer is for GPUs alone.
@@ -86,7 +87,7 @@ def _in_source() -> list[str]:
     """What Feather reads of SGLang's objects, which no process has before it serves."""
     spec = importlib.util.find_spec("sglang")
     assert spec is not None and spec.submodule_search_locations
-    return source.reads_problems(Path(next(iter(spec.submodule_search_locations))), hooks.installed_release())
+    return source.reads_problems(Path(next(iter(spec.submodule_search_locations))), installed())
 
 
 def _version(package: str) -> str | None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import inspect
 import pkgutil
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from feather_sglang.engines.sglang import admission, startup
-from feather_sglang.engines.sglang.releases import NEWEST, OLDEST, RELEASES, SUPPORTED, within
+from feather_sglang.engines.sglang.releases import NEWEST, OLDEST, RELEASES, SUPPORTED, installed, within
 
 
 class Hook(NamedTuple):
@@ -124,16 +123,11 @@ def reads_of(release: str) -> tuple[Reads, ...]:
     return tuple(reads for reads in READS if within(release, reads.since, reads.until))
 
 
-def installed_release() -> str:
-    """The version of the installed SGLang."""
-    return importlib.metadata.version("sglang")
-
-
 def register() -> None:
     """Hand the table to SGLang's registry; on an unknown release only what is needed to refuse ``feather``."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    hooks = _REFUSING if unknown_release() is not None else hooks_of(installed_release())
+    hooks = _REFUSING if unknown_release() is not None else hooks_of(installed())
     for hook in hooks:
         HookRegistry.register(hook.target, hook.function, HookType(hook.kind))
 
@@ -149,7 +143,7 @@ def apply_missing() -> None:
     unknown = unknown_release()
     if unknown is not None:
         raise RuntimeError(f"feather-sglang: {unknown}")
-    for hook in hooks_of(installed_release()):
+    for hook in hooks_of(installed()):
         if not _registered(hook, HookRegistry):
             HookRegistry.register(hook.target, hook.function, HookType(hook.kind))
             if hook.target in HookRegistry._patched:  # by another plugin: ours goes around what it made of the target
@@ -162,7 +156,7 @@ def apply_missing() -> None:
 
 def unknown_release() -> str | None:
     """Why the installed SGLang is not supported, or ``None``."""
-    version = installed_release()
+    version = installed()
     if version in RELEASES:
         return None
     return (
@@ -193,9 +187,7 @@ def states() -> list[State]:
     """Every row for the installed release, which must be one of ``RELEASES``, as it is in this process."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    return [
-        State(hook, _problem(hook, HookRegistry), _others(hook, HookRegistry)) for hook in hooks_of(installed_release())
-    ]
+    return [State(hook, _problem(hook, HookRegistry), _others(hook, HookRegistry)) for hook in hooks_of(installed())]
 
 
 def _problem(hook: Hook, registry: Any) -> str | None:

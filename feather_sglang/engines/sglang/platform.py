@@ -7,9 +7,8 @@ so it answers only where SGLang's own switch names it (``launch_server --device 
 from __future__ import annotations
 
 import os
-from importlib.metadata import version as _version
 
-from feather_sglang.engines.sglang.releases import RELEASES
+from feather_sglang.engines.sglang.releases import RELEASES, installed
 
 #: SGLang's switch, and our name in it.
 PLATFORM_VARIABLE = "SGLANG_PLATFORM"
@@ -29,5 +28,5 @@ def activate() -> str | None:
     if os.environ.get(PLATFORM_VARIABLE) != PLATFORM_NAME:
         return None
     os.environ.setdefault(_SPIN_VARIABLE, _SPINS)  # for the processes to come: OpenMP looks when it is loaded
-    module = "cpu_before" if _version("sglang") in _BEFORE else "cpu"
+    module = "cpu_before" if installed() in _BEFORE else "cpu"
     return f"feather_sglang.engines.sglang.{module}:CpuPlatform"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from typing import Any
 
 #: Releases whose source Feather was checked against (``scripts/compat.sh``), oldest first: from the first with a plugin
@@ -26,6 +27,18 @@ RELEASES = (
 )
 OLDEST, NEWEST = RELEASES[0], RELEASES[-1]
 SUPPORTED = f"{OLDEST} to {NEWEST}"
+#: Some benchmarks build SGLang's objects themselves, as one release does.
+NEEDS_NEWEST = f"this measures with SGLang {NEWEST} alone; run: pip install sglang=={NEWEST}"
+
+
+def installed() -> str:
+    """The version of the installed SGLang."""
+    return importlib.metadata.version("sglang")
+
+
+def is_newest() -> bool:
+    """Whether the installed SGLang is ``NEWEST``."""
+    return installed() == NEWEST
 
 
 def within(release: str, since: str, until: str) -> bool:
