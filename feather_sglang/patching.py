@@ -225,19 +225,17 @@ def apply_hunks(text: str, hunks: list[Hunk], reverse: bool = False) -> str:
     Raises:
         PatchError: a hunk's lines are not in the file exactly once.
     """
+    places = []
     for before, after in hunks:
         old, new = (after, before) if reverse else (before, after)
-        starts = [match.start() for match in re.finditer(re.escape(old), text, re.M) if _at_line_start(text, match)]
+        # Looking ahead finds places that overlap too.
+        starts = [match.start() for match in re.finditer(f"^(?={re.escape(old)})", text, re.M)]
         if len(starts) != 1:
-            raise PatchError(
-                f"the patch's lines are there {len(starts)} times instead of once: {old.splitlines()[0]!r}"
-            )
-        text = text[: starts[0]] + new + text[starts[0] + len(old) :]
+            raise PatchError(f"the patch's lines are there {len(starts)} times instead of once: {old.splitlines()[:1]}")
+        places.append((starts[0], starts[0] + len(old), new))
+    for start, end, new in reversed(places):
+        text = text[:start] + new + text[end:]
     return text
-
-
-def _at_line_start(text: str, match: re.Match[str]) -> bool:
-    return match.start() == 0 or text[match.start() - 1] == "\n"
 
 
 # ----------------------------------------------------------- which tree it is
