@@ -13,11 +13,11 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 import feather_sglang
-from feather_sglang import compiling
+from feather_sglang import cli_compat, compiling
 from feather_sglang.bench import serving
 from feather_sglang.bench.server import ServerError
 from feather_sglang.bench.tiny_model import make_tiny_model
-from feather_sglang.engines.sglang import platform
+from feather_sglang.engines.sglang import platform, releases
 from feather_sglang.engines.sglang.platform import PLATFORM_NAME, PLATFORM_VARIABLE
 
 _NEEDS_SGLANG = "this needs sglang; run: pip install 'feather-sglang[sglang]'"
@@ -39,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_calibrate(commands)
     add_simulate(commands)
     _add_compile(commands)
+    cli_compat.add_commands(commands)
     args = parser.parse_args(argv)
     try:
         return int(args.run(args))
@@ -179,6 +180,8 @@ def _overhead(args: argparse.Namespace) -> int:
         return _bad_use("--plot needs --sweep")
     if importlib.util.find_spec("sglang") is None:
         return _bad_use(_NEEDS_SGLANG)
+    if not releases.is_newest():
+        return _bad_use(releases.NEEDS_NEWEST)
     if args.server:
         from feather_sglang.bench import server_share
 
@@ -212,6 +215,8 @@ def _decode(args: argparse.Namespace) -> int:
         return _bad_use("--query-heads must be a multiple of --kv-heads")
     if importlib.util.find_spec("sglang") is None:
         return _bad_use(_NEEDS_SGLANG)
+    if not releases.is_newest():
+        return _bad_use(releases.NEEDS_NEWEST)
     _use_cpu_platform()
     from feather_sglang.bench import decode
 

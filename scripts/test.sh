@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Sets everything up and runs the checks: ruff, mypy, pytest with real servers, and the unit tests once more on the
-# compiled modules. Arguments go to pytest; with any, the compiled run is left out.
+# Sets everything up and runs the checks: ruff, mypy, the patches and hooks on the source of three releases, pytest with
+# real servers, and the unit tests once more on the compiled modules. Arguments go to pytest; with any, that is the last
+# thing that runs, after ruff and mypy.
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 set_up
 cd "$root"
@@ -11,6 +12,7 @@ cd "$root"
 if [ $# -gt 0 ]; then
     exec "$venv/bin/python" -m pytest "$@"
 fi
+"$venv/bin/python" scripts/compat.py 0.5.11 0.5.16 0.5.23
 if "$venv/bin/feather-sglang" compile; then
     trap '"$venv/bin/feather-sglang" compile --remove' EXIT
     "$venv/bin/python" -m pytest tests/unit

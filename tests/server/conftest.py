@@ -3,7 +3,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import random
+import sys
 from pathlib import Path
 
 import aiohttp
@@ -21,6 +23,10 @@ BASE = (
     "--random-seed=7",
 )
 
+#: Set by scripts/compat_live.sh: the installed SGLang is patched, and its plugin loader is to leave Feather out.
+PATCHED = os.environ.get("FEATHER_TEST_PATCHED") == "1"
+PATCHED_ENVIRONMENT = {"SGLANG_PLATFORM": "feather_cpu", "SGLANG_PLUGINS": "none"}
+
 
 @pytest.fixture(scope="session")
 def model() -> Path:
@@ -37,6 +43,9 @@ def serve(model, tmp_path):
         arguments = [f"--model-path={model}", f"--schedule-policy={policy}", *BASE, *flags]
         if policy == "feather":
             environment = {"FEATHER_TRACE": str(trace), **(environment or {})}
+        if PATCHED:
+            environment = {**PATCHED_ENVIRONMENT, **(environment or {})}
+            launcher = (sys.executable, "-m", "sglang.launch_server")
         server = Server(arguments, tmp_path / f"server{len(started)}.log", environment, launcher)
         server.trace = trace
         server.start()

@@ -30,6 +30,15 @@ def around_get_new_batch_prefill(original: Callable[..., Any], scheduler: Any, *
         controller.end_pass(prefill, len(running_batch.reqs))
 
 
+def around_get_new_batch_prefill_alone(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """The same to 0.5.15.post1, where the batch to prefill comes back alone and the running one is the scheduler's."""
+
+    def with_running(*given: Any, **named: Any) -> tuple[Any, Any]:
+        return original(*given, **named), scheduler.running_batch
+
+    return around_get_new_batch_prefill(with_running, scheduler, *args, **kwargs)[0]
+
+
 def around_calc_priority(
     original: Callable[..., Any], policy: Any, waiting_queue: list[Any], *args: Any, **kwargs: Any
 ) -> None:
@@ -50,7 +59,8 @@ def around_add_one_req(original: Callable[..., Any], adder: Any, req: Any, *args
 def around_broadcast(original: Callable[..., Any], data: list[Any] | None, *args: Any, **kwargs: Any) -> Any:
     """``broadcast_pyobj`` of the received requests, before each pass: rank 0 adds what it has to tell, all take it out.
 
-    O(1), but for a copy of the requests received where there is something to tell.
+    SGLang's registry hooks the function wherever it was imported, on every rank, so what others broadcast passes through
+    here, too. O(1), but for a copy of the requests received where there is something to tell.
     """
     controller = Controller.of_rank
     if controller is None:

@@ -29,8 +29,9 @@ _CONFIG = _PREFIX + "CONFIG"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add ``feather`` to ``--schedule-policy`` and Feather's flags in a group of their own."""
     for action in parser._actions:
-        if "--schedule-policy" in action.option_strings and action.choices is not None:
-            action.choices = [*action.choices, POLICY_NAME]
+        choices = action.choices
+        if "--schedule-policy" in action.option_strings and choices is not None and POLICY_NAME not in choices:
+            action.choices = [*choices, POLICY_NAME]  # a patched SGLang has it already
     group = parser.add_argument_group("feather", "used with --schedule-policy feather (feather-sglang)")
     group.add_argument("--feather-config", metavar="FILE.yaml", help="YAML file with any of the settings below")
     for spec in dataclasses.fields(Settings):

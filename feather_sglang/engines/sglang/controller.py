@@ -22,6 +22,7 @@ from mypy_extensions import mypyc_attr
 
 from feather_sglang.cht import chunk_hashes
 from feather_sglang.engines.sglang.ranks import News, Speaker
+from feather_sglang.engines.sglang.releases import prefix_len
 from feather_sglang.scheduling import FeatherScheduler, Plan, Settings
 from feather_sglang.scheduling.decode_meter import DecodeMeter
 from feather_sglang.scheduling.state_file import StateFile
@@ -355,9 +356,9 @@ class Controller:
         if len(req.output_ids) > outputs:  # SGLang caches a prompt together with its first output
             self._core.progress(req, None)
             del self._cached[req]
-        elif req.prefix_len > cached:  # matched at admission, or a chunk of its prefill went into the radix tree
-            self._cached[req] = (outputs, req.prefix_len)
-            self._core.progress(req, req.prefix_len)
+        elif (length := prefix_len(req)) > cached:  # matched at admission, or a chunk of its prefill was cached
+            self._cached[req] = (outputs, length)
+            self._core.progress(req, length)
 
     def _token_budget(self) -> int:
         budget: int = self._scheduler.max_prefill_tokens

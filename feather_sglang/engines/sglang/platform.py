@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 
+from feather_sglang.engines.sglang.releases import RELEASES, installed
+
 #: SGLang's switch, and our name in it.
 PLATFORM_VARIABLE = "SGLANG_PLATFORM"
 PLATFORM_NAME = "feather_cpu"
@@ -17,10 +19,14 @@ PLATFORM_NAME = "feather_cpu"
 _SPIN_VARIABLE = "GOMP_SPINCOUNT"
 _SPINS = "1000"
 
+#: Releases whose platforms have to bring more of their own.
+_BEFORE = RELEASES[: RELEASES.index("0.5.22")]
+
 
 def activate() -> str | None:
     """The platform class to use, as ``module:Class``; ``None`` unless ``SGLANG_PLATFORM=feather_cpu``."""
     if os.environ.get(PLATFORM_VARIABLE) != PLATFORM_NAME:
         return None
     os.environ.setdefault(_SPIN_VARIABLE, _SPINS)  # for the processes to come: OpenMP looks when it is loaded
-    return "feather_sglang.engines.sglang.cpu:CpuPlatform"
+    module = "cpu_before" if installed() in _BEFORE else "cpu"
+    return f"feather_sglang.engines.sglang.{module}:CpuPlatform"

@@ -12,7 +12,7 @@ from typing import Any
 
 import feather_sglang
 from feather_sglang import compiling
-from feather_sglang.engines.sglang import arguments
+from feather_sglang.engines.sglang import arguments, releases
 from feather_sglang.engines.sglang.controller import Controller
 from feather_sglang.engines.sglang.timed import TimedController
 from feather_sglang.scheduling import Settings, SettingsError
@@ -40,15 +40,14 @@ def around_init_schedule_policy(original: Callable[..., Any], scheduler: Any) ->
     """``Scheduler.init_schedule_policy``: SGLang builds its own policy, as the fallback, and Feather is attached."""
     if scheduler.schedule_policy != arguments.POLICY_NAME:
         return original(scheduler)
-    from sglang.srt.runtime_context import get_parallel
-
     problem = _first_problem(scheduler.server_args)
     if problem is not None:
         raise RuntimeError(f"feather-sglang: {problem}")
-    settings = _own_files(arguments.load_settings(), get_parallel().dp_rank)
+    parallel = releases.parallel(scheduler)
+    rank = parallel.tp_rank
+    settings = _own_files(arguments.load_settings(), parallel.dp_rank)
     scheduler.schedule_policy = settings.fallback_policy
     result = original(scheduler)
-    rank, ranks = get_parallel().tp_rank, get_parallel().tp_size
     if getattr(scheduler.tree_cache, "disable", True):
         logger.warning(
             "Feather: the radix cache is disabled, so there is no prefix to share: requests are served first come, "
@@ -57,7 +56,9 @@ def around_init_schedule_policy(original: Callable[..., Any], scheduler: Any) ->
         return result
     try:
         state = _state_file(scheduler, settings) if rank == 0 else None
-        controller = (TimedController if settings.trace else Controller)(scheduler, settings, rank, state, ranks)
+        controller = (TimedController if settings.trace else Controller)(
+            scheduler, settings, rank, state, parallel.tp_size
+        )
     except (OSError, SettingsError) as error:
         raise RuntimeError(f"feather-sglang: {error}") from error
     controller.attach()
