@@ -59,8 +59,8 @@ def around_add_one_req(original: Callable[..., Any], adder: Any, req: Any, *args
 def around_broadcast(original: Callable[..., Any], data: list[Any] | None, *args: Any, **kwargs: Any) -> Any:
     """``broadcast_pyobj`` of the received requests, before each pass: rank 0 adds what it has to tell, all take it out.
 
-    SGLang's registry hooks the function wherever it was imported, on every rank, so what others broadcast passes through
-    here, too. O(1), but for a copy of the requests received where there is something to tell.
+    SGLang's registry hooks the function wherever it was imported, on every rank, so what others broadcast passes here,
+    too. O(1), but for a copy of the requests received where there is something to tell.
     """
     controller = Controller.of_rank
     if controller is None:
