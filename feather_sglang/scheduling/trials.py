@@ -121,7 +121,7 @@ class Trials:
         self._last_arm = arm
         self.begun += 1
         self.running = Trial(related, arm, math.nan if threshold is None else threshold, interval + 1)
-        self._length = self._rounds = 0
+        self._rounds, self._spent_s = 0, 0.0
         self._last = {}.keys()
         self._settled = False
         self._here, self._rewards = Rate(), 0

@@ -68,6 +68,18 @@ def test_a_bad_trial_ends_early():
     assert not world.trials.running and world.trials.rule == [None, None]
 
 
+def test_the_pause_is_a_multiple_of_the_time_of_the_trial_before_it():
+    world = World(lambda arm: 500.0 if arm is None else 100.0, exploration=0.2)
+    pauses = []
+    for _ in range(3000):
+        was_running, spent_s = world.trials.running, world.trials._spent_s
+        world.go(1)
+        if was_running and not world.trials.running:
+            pauses.append(world.trials._rest_s / (spent_s + 0.1))
+    assert pauses[:6] == pytest.approx([4.0] * 6), "a fifth of the time"
+    assert world.trials._patience > 1, "more once the whole ladder brought nothing"
+
+
 def test_another_load_makes_it_try_again():
     level = {"all": 500.0, "good": None}
     world = World(lambda arm: level["all"] * (2 if arm == level["good"] else 1), exploration=0.2).go(20000)
