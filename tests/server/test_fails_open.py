@@ -26,8 +26,8 @@ def breakable(owner, name, point):
     setattr(owner, name, function)
 
 def register():
-    from feather_sglang.engines.sglang import controller, decode_meter, ranks
-    from feather_sglang.scheduling import FeatherScheduler, learning
+    from feather_sglang.engines.sglang import controller, ranks
+    from feather_sglang.scheduling import FeatherScheduler, decode_meter, learning
     breakable(FeatherScheduler, "unchanged", "unchanged")
     breakable(FeatherScheduler, "plan", "plan")
     breakable(FeatherScheduler, "confirm", "confirm")
