@@ -25,7 +25,9 @@ def hot_requests_before_the_cold_one(server):
     async def hot(session, number, until):
         while not until.is_set():
             ids = prefix + [rng.randrange(3, 2000) for _ in range(16)]
-            _, status, _ = await generate(session, server.url, f"hot-{number}-{len(answered)}", ids, 12)
+            # Of unequal lengths: a batch that empties begins with whoever has waited longest.
+            rid, tokens = f"hot-{number}-{len(answered)}", rng.randrange(8, 32)
+            _, status, _ = await generate(session, server.url, rid, ids, tokens)
             assert status == 200
             answered.append(number)
 

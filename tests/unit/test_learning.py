@@ -452,6 +452,13 @@ def test_where_mixing_costs_little_it_gains_on_static(name, seed):
     assert row.static[0] < 0.85 and row.learned[0] >= 0.88 and row.decisions < 5000
 
 
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", LEARNED)
+def test_where_one_divergent_request_spoils_a_batch_it_learns_to_stop(name, seed):
+    row = surface.run(name, "ridge", [seed], 12000, lambda text: None)
+    assert row.static[0] < 0.55 and row.learned[0] >= 0.95
+
+
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", LEARNED)
 def test_where_homogeneity_brings_nothing_it_ends_up_admitting_as_fcfs_does(name, seed):
