@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -27,11 +28,18 @@ class ServerError(RuntimeError):
 
 
 def free_port() -> int:
-    """A TCP port that nobody uses right now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A TCP port that nobody uses right now; below the range from which systems give ports to whoever asks for any.
+
+    A server takes half a minute to come to its port, in which another process could be given it.
+
+    Raises:
+        ServerError: none was found.
+    """
+    for port in random.sample(range(20000, 32000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise ServerError("no free TCP port was found between 20000 and 32000")
 
 
 class Server:
