@@ -140,7 +140,7 @@ class LearnedPolicy(BatchingPolicy):
         return super().admit_run(state, holds)
 
     def _choose(self, cell: int, state: BatchState) -> int:
-        preferred = self._preferred(state)
+        preferred = self._by_threshold(self.trials.rule[state.related], state)
         self.decisions += 1
         self.trials.begin(state.related, self._interval)
         arms = self.cells.get(cell)
@@ -148,13 +148,9 @@ class LearnedPolicy(BatchingPolicy):
         self._chosen[cell] = action
         return action
 
-    def _preferred(self, state: BatchState) -> int:
-        threshold = self.trials.rule[state.related]
-        return self._by_threshold(math.nan if threshold is None else threshold, state)
-
-    def _by_threshold(self, threshold: float, state: BatchState) -> int:
-        """Add below it; NaN stands for the static rule."""
-        if math.isnan(threshold):
+    def _by_threshold(self, threshold: float | None, state: BatchState) -> int:
+        """Add below it; ``None`` stands for the static rule."""
+        if threshold is None:
             return int(self._static.admit(state))
         return ADD if state.batch + state.held < threshold else STOP
 

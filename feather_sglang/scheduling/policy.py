@@ -49,7 +49,7 @@ class BatchingPolicy(ABC):
 
     @property
     def learns(self) -> bool:
-        """Whether it wants to hear rewards. They are measured, so with several ranks each would hear others."""
+        """Whether it wants to hear rewards. With several ranks all hear those that rank 0 measured."""
         return type(self).learn is not BatchingPolicy.learn
 
     def formed(self, interval: int, batch: int) -> None:

@@ -71,7 +71,10 @@ class Settings:
     )
     memory: int = _setting(50, "ucb: visits of a cell after which evidence has lost most of its weight", low=2)
     confidence_width: float = _setting(
-        0.1, "ucb: width of the confidence bound of one visit, as a share of the value", low=0, high=10
+        0.1,
+        "width of a threshold's confidence bound after one trial, as a share of the usual throughput",
+        low=0,
+        high=10,
     )
     learning_rate: float = _setting(0.05, "qlearning: weight of a new return", low=0.001, high=1)
     batch_bins: str = _setting(

@@ -39,8 +39,8 @@ class Trial(NamedTuple):
     related: bool
     #: Which of the thresholds.
     arm: int
-    #: Requests, those held included.
-    threshold: float
+    #: Requests, those held included; ``None``: what the static rule says.
+    threshold: float | None
     #: First interval that may show what it brings.
     start: int
 
@@ -79,7 +79,7 @@ class Trials:
     def __init__(self, exploration: float, max_batch: int, width: float) -> None:
         self._spacing = 1 / exploration if exploration else 0.0
         self._width = width
-        ladder = [float(2**power) for power in range(1, max(2, max_batch.bit_length())) if 2**power < max_batch]
+        ladder = [float(2**power) for power in range(1, max_batch.bit_length()) if 2**power < max_batch]
         ladder.append(max_batch + 1.0)  # everybody
         self._arms: list[float | None] = [*ladder[::2], *ladder[1::2], None]  # None: the static rule
         #: The rule: thresholds for strangers, and for relatives that cost depth; ``None``: the static rule.
@@ -117,10 +117,9 @@ class Trials:
             self._weight = [[weight * _KEEP for weight in row] for row in self._weight]
             self._fruitless()
             return
-        threshold = self._arms[arm]
         self._last_arm = arm
         self.begun += 1
-        self.running = Trial(related, arm, math.nan if threshold is None else threshold, interval + 1)
+        self.running = Trial(related, arm, self._arms[arm], interval + 1)
         self._rounds, self._spent_s = 0, 0.0
         self._last = {}.keys()
         self._settled = False
@@ -193,15 +192,14 @@ class Trials:
         return best if bounds[best] > _GOOD else None
 
     def _judge(self, trial: Trial, gain: float) -> bool:
-        kind = int(trial.related)
-        if gain > _GOOD:
-            self._rounds += 1  # no cost, so go on and make sure of it
-            if self._rounds < _ROUNDS:
-                self._round_length = self._changes = 0
-                return False
-        else:
+        """A round is over, or the trial is too bad to go on; whether its threshold is the rule now."""
+        if gain <= _GOOD:
             return self._end(trial, gain)
-        self.rule[kind] = self._arms[trial.arm]
+        self._rounds += 1  # no cost, so go on and make sure of it
+        if self._rounds < _ROUNDS:
+            self._round_length = self._changes = 0
+            return False
+        self.rule[trial.related] = trial.threshold
         self._forget_arms()
         self._as_usual(self._here)
         self._rest_s = 0.0
