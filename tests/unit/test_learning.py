@@ -18,6 +18,7 @@ from feather_sglang.scheduling import (
     Settings,
     SettingsError,
     StaticPolicy,
+    champion,
     trials,
 )
 from feather_sglang.scheduling import learning as module
@@ -221,6 +222,53 @@ def test_a_trial_says_nothing_about_what_came_before_it():
         policy.learn(n, 500.0, 1.0)
     assert [list(each.decisions) for each in policy._episodes] == [[(cell(policy, lossy(30)), STOP)]]
     assert len(policy.cells) == 2, "those before it have their credit"
+
+
+def warm(policy):
+    """Some cells, some episodes, and a best table that is another one."""
+    policy.cells = {3: module.Arms([500.0, 0.0], [9.0, 0.0])}
+    policy._episodes.append(module.Episode({(3, STOP): False}))
+    policy._champion.table = ({7: module.Arms([900.0, 0.0], [9.0, 0.0])}, [8.0, None])
+    policy._champion._value = 900.0
+    return policy
+
+
+def test_the_best_table_so_far_is_what_is_stored():
+    stored = warm(make()).snapshot()
+    assert stored["cells"] == [[7, 900.0, 0.0, 9.0, 0.0]] and stored["thresholds"] == [8.0, None]
+
+
+def test_a_much_worse_table_gives_way_to_the_best_one_with_its_rule():
+    policy = warm(make())
+    policy.trials.rule = [2.0, None]
+    for n in range(champion._WINDOW):
+        assert list(policy.cells) == [3]
+        policy.learn(n, 400.0, 1.0)
+    assert list(policy.cells) == [7] and policy.trials.rule == [8.0, None]
+
+
+def test_the_best_table_is_judged_without_trials_and_forgotten_with_the_traffic():
+    policy = warm(make(exploration=0.2))
+    for n in range(100):
+        policy.learn(n, 900.0, 1.0)
+    assert policy._champion._count == 100 and policy._champion.table
+    policy.trials.running = trials.Trial(False, 0, 2.0, 0)
+    policy.learn(100, 10.0, 1.0)
+    assert policy._champion._count == 100
+    policy.trials.running = None
+    for n in range(101, 190):
+        policy.learn(n, 50.0, 1.0)
+    assert policy._champion.table is None
+
+
+def test_under_a_new_rule_cells_and_the_judgement_begin_anew(monkeypatch):
+    policy = warm(make(exploration=0.2))
+    policy.learn(1, 900.0, 1.0)
+    assert policy._champion._count == 1
+    monkeypatch.setattr(policy.trials, "interval_over", lambda decisions: True)
+    policy.formed(2, 20)
+    assert not policy.cells and not policy._episodes and policy._champion._count == 0
+    assert policy._champion.table, "to be compared with"
 
 
 @pytest.mark.parametrize("reward", [0.0, -1.0, math.nan, math.inf])

@@ -60,12 +60,67 @@ def test_one_good_round_is_not_enough():
     assert world.trials.rule == [None, None] and world.seen > 12
 
 
-def test_a_bad_trial_ends_early():
-    world = World(lambda arm: 500.0 if arm is None else 100.0, exploration=0.2)
-    world.go(module._WARM_UP + 1)
+@pytest.mark.parametrize(("brings", "lasts"), [(100.0, 1), (400.0, module._REWARDS), (500.0, module._CHANGES)])
+def test_the_worse_a_trial_the_earlier_it_ends(brings, lasts):
+    world = World(lambda arm: 500.0 if arm is None else brings).go(module._WARM_UP + 1)
     assert world.trials.running
-    world.go(module._SETTLING + module._REWARDS)
+    world.go(module._SETTLING + lasts - 2)
+    assert world.trials.running
+    world.go(1)
     assert not world.trials.running and world.trials.rule == [None, None]
+
+
+def test_the_batch_from_before_is_no_part_of_a_trial():
+    since = {"trial": 0}
+
+    def brings(arm):
+        since["trial"] = 0 if arm is None else since["trial"] + 1
+        return 500.0 if arm is None else 1.0 if since["trial"] < module._SETTLING else 900.0
+
+    assert World(brings).go(200).trials.rule == [2.0, None]
+
+
+def test_a_reward_that_comes_late_is_no_part_of_a_trial():
+    trials = World(lambda arm: 500.0).go(module._WARM_UP).trials
+    trials.begin(False, 100)
+    for n in range(module._SETTLING):
+        trials.interval_over({(n, 0): True}.keys())
+    trials.heard(100, 500.0, 0.1)
+    assert trials._settled and trials._rewards == 0
+    trials.heard(101, 500.0, 0.1)
+    assert trials._rewards == 1
+
+
+def test_a_trial_without_any_reward_ends():
+    trials = World(lambda arm: 500.0).go(module._WARM_UP).trials
+    trials.begin(False, 100)
+    for _ in range(2 * module._INTERVALS - 1):
+        trials.interval_over({}.keys())
+    assert trials.running
+    trials.interval_over({}.keys())
+    assert not trials.running
+
+
+def test_what_a_new_rule_brings_is_the_usual_throughput_at_once():
+    world = World(lambda arm: 1000.0 if arm == 2.0 else 500.0)
+    while world.trials.rule == [None, None]:
+        world.go(1)
+    assert world.trials._usual.mean() == world.trials._past.mean() == pytest.approx(1000.0)
+
+
+def test_what_is_known_to_be_bad_is_left_alone_for_long_but_not_for_ever():
+    world = World(lambda arm: 500.0 if arm is None else 100.0, exploration=0.2).go(400)
+    assert world.trials.begun == 6, "each threshold of the ladder once"
+    assert world.go(200000).trials.begun > 6
+
+
+def test_a_change_of_traffic_ends_the_patience():
+    trials = World(lambda arm: 1000.0, exploration=0).go(1000).trials
+    trials._patience, trials._rest_s, trials._in_vain = 64, 6400.0, 20
+    assert not any(trials.heard(1, 1000.0, 0.1) for _ in range(10)) and trials._patience == 64
+    surprises = [trials.heard(1, 500.0, 0.1) for _ in range(200)]
+    assert surprises.count(True) == 1
+    assert trials._patience == 1 and 0 < trials._rest_s < 100 and trials._in_vain == 0
 
 
 def test_the_pause_is_a_multiple_of_the_time_of_the_trial_before_it():
@@ -114,6 +169,14 @@ def test_a_much_worse_table_gives_way_to_the_best_one(champion):
     assert window(champion, fair, 960.0) is None and champion.table == good, "not that much worse"
     back = window(champion, bad, 700.0)
     assert back == good and back is not champion.table, "a copy, for learning to go on with"
+
+
+def test_the_best_tables_figure_follows_slow_changes(champion):
+    window(champion, {"good": 1}, 1000.0)
+    window(champion, {"good": 1}, 1000.0)
+    for _ in range(30):
+        assert window(champion, {"good": 1}, 960.0) is None
+    assert window(champion, {"fair": 1}, 900.0) is None, "93 % of 960, not of 1,000"
 
 
 def test_after_going_back_the_best_table_is_measured_anew(champion):
