@@ -6,19 +6,17 @@ import argparse
 import dataclasses
 import importlib.util
 import json
-import os
 import sys
-import warnings
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import feather_sglang
-from feather_sglang import cli_compat, compiling
+from feather_sglang import cli_compat, cli_simulate, compiling
 from feather_sglang.bench import serving
 from feather_sglang.bench.server import ServerError
 from feather_sglang.bench.tiny_model import make_tiny_model
-from feather_sglang.engines.sglang import platform, releases
-from feather_sglang.engines.sglang.platform import PLATFORM_NAME, PLATFORM_VARIABLE
+from feather_sglang.cli_shared import bad_use, complain, positive, report, say, unknown_name, use_cpu_platform, writable
+from feather_sglang.engines.sglang import releases
 
 _NEEDS_SGLANG = "this needs sglang; run: pip install 'feather-sglang[sglang]'"
 _DEVICES = ("cpu", "cuda")
@@ -27,8 +25,6 @@ _DEMO_POLICIES = ("fcfs", "lpm", "dfs-weight", "feather")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; returns the exit code: 0 done, 1 failed, 2 bad use, 130 interrupted."""
-    from feather_sglang.cli_simulate import add_simulate  # it uses this module's helpers
-
     parser = argparse.ArgumentParser(
         prog="feather-sglang", description="Prefix-homogeneous batch scheduling for SGLang."
     )
@@ -37,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_demo(commands)
     _add_bench(commands)
     _add_calibrate(commands)
-    add_simulate(commands)
+    cli_simulate.add_commands(commands)
     _add_compile(commands)
     cli_compat.add_commands(commands)
     args = parser.parse_args(argv)
@@ -47,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except (ServerError, RuntimeError, OSError) as error:
-        print(f"feather-sglang: error: {error}", file=sys.stderr)
+        complain(str(error))
         return 1
 
 
@@ -60,8 +56,8 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     standard = serving.Workload()
     demo.add_argument("--policies", default=",".join(_DEMO_POLICIES), help="comma-separated (default: %(default)s)")
-    demo.add_argument("--groups", type=_positive, default=standard.groups, help="prefix groups (default: %(default)s)")
-    demo.add_argument("--per-group", type=_positive, default=standard.per_group, help="requests in each (default: 10)")
+    demo.add_argument("--groups", type=positive, default=standard.groups, help="prefix groups (default: %(default)s)")
+    demo.add_argument("--per-group", type=positive, default=standard.per_group, help="requests in each (default: 10)")
     demo.add_argument("--folder", type=Path, default=Path(".demo"), help="for model and logs (default: %(default)s)")
     demo.add_argument("--json", metavar="FILE", help="also write the results as JSON; - for standard output")
     demo.set_defaults(run=_demo)
@@ -69,23 +65,23 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 def _demo(args: argparse.Namespace) -> int:
     policies = args.policies.split(",")
-    unknown = _unknown("policy", policies, _DEMO_POLICIES)
+    unknown = unknown_name("policy", policies, _DEMO_POLICIES)
     if unknown:
-        return _bad_use(unknown)
+        return bad_use(unknown)
     folder = args.folder.resolve()
     model = make_tiny_model(folder / "model")
     workload = serving.Workload(groups=args.groups, per_group=args.per_group)
     results: list[serving.Result] = []
     try:
         for number, policy in enumerate(policies, 1):
-            _say(f"[{number}/{len(policies)}] {policy}")
+            say(f"[{number}/{len(policies)}] {policy}")
             log = folder / f"server-{policy}.log"
             results.append(serving.run_policy(policy, model, serving.CPU_FLAGS, workload, log=log))
     finally:
         if results:
             most = f"At most {workload.most_cached:.1%} can come from cache: every prefix is computed once."
             text = f"{serving.table(results)}\n{most}"
-            _report(text, serving.as_json(workload, results), args.json)
+            report(text, serving.as_json(workload, results), args.json)
     return 0
 
 
@@ -107,7 +103,7 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         ("--admit", 16, "requests admitted in a pass"),
         ("--repeat", 20, "measurements; the median counts"),
     ):
-        overhead.add_argument(name, type=_positive, default=default, help=f"{text} (default: {default})")
+        overhead.add_argument(name, type=positive, default=default, help=f"{text} (default: {default})")
     overhead.add_argument(
         "--policies", default="fcfs,lpm,dfs-weight,feather", help="comma-separated (default: %(default)s)"
     )
@@ -137,7 +133,7 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     decode.add_argument("--dtypes", default="float32,bfloat16", help="of the KV cache (default: %(default)s)")
     decode.add_argument("--page-sizes", type=_positives, default="1,16", help="(default: %(default)s)")
     for name, default in (("--query-heads", 2), ("--kv-heads", 2), ("--head-dim", 128)):
-        decode.add_argument(name, type=_positive, default=default, help=f"(default: {default})")
+        decode.add_argument(name, type=positive, default=default, help=f"(default: {default})")
     decode.add_argument("--json", metavar="FILE", help="write the results as JSON; - for standard output")
     decode.set_defaults(run=_decode)
     locality = bench.add_parser(
@@ -149,7 +145,7 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     locality.add_argument("--part", choices=("batches", "workloads", "all"), default="all")
     locality.add_argument("--settings", default="main,longer-prefix,many-groups", help="(default: %(default)s)")
     locality.add_argument("--policies", default="fcfs,lpm,dfs-weight,feather", help="(default: %(default)s)")
-    locality.add_argument("--runs", type=_positive, default=3, help="the median counts (default: 3)")
+    locality.add_argument("--runs", type=positive, default=3, help="the median counts (default: 3)")
     locality.add_argument("--json", metavar="FILE", help="write the results as JSON; - for standard output")
     locality.add_argument("--folder", type=Path, default=Path(".demo"), help="model and logs (default: %(default)s)")
     locality.set_defaults(run=_locality)
@@ -159,9 +155,9 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Drive the scheduler and its learned policies on a simulated engine whose throughput is known, and "
         "compare them with the best fixed decision table. Simulated; needs neither sglang nor a GPU.",
     )
-    policies.add_argument("--seeds", type=_positive, default=20, help="seeds for each row (default: %(default)s)")
+    policies.add_argument("--seeds", type=positive, default=20, help="seeds for each row (default: %(default)s)")
     policies.add_argument(
-        "--requests", type=_positive, default=36000, help="requests to learn from (default: %(default)s)"
+        "--requests", type=positive, default=36000, help="requests to learn from (default: %(default)s)"
     )
     policies.add_argument(
         "--cases", help="comma-separated surfaces, and changes such as 'ridge after flat' (default: all)"
@@ -173,15 +169,15 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def _overhead(args: argparse.Namespace) -> int:
     policies = tuple(args.policies.split(","))
-    unknown = _unknown("policy", policies, _DEMO_POLICIES)
+    unknown = unknown_name("policy", policies, _DEMO_POLICIES)
     if unknown:
-        return _bad_use(unknown)
+        return bad_use(unknown)
     if args.plot and not args.sweep:
-        return _bad_use("--plot needs --sweep")
+        return bad_use("--plot needs --sweep")
     if importlib.util.find_spec("sglang") is None:
-        return _bad_use(_NEEDS_SGLANG)
+        return bad_use(_NEEDS_SGLANG)
     if not releases.is_newest():
-        return _bad_use(releases.NEEDS_NEWEST)
+        return bad_use(releases.NEEDS_NEWEST)
     if args.server:
         from feather_sglang.bench import server_share
 
@@ -190,39 +186,39 @@ def _overhead(args: argparse.Namespace) -> int:
             f"{share['waiting'][1]} to {share['waiting'][0]} waiting, {share['passes']} passes: "
             f"{share['hook_s'] * 1e3:.1f} ms in Feather's hooks of {share['time_s']:.2f} s: {share['share']:.2%}"
         )
-        return _report(text, json.dumps(share, indent=2), args.json)
-    _use_cpu_platform()
+        return report(text, json.dumps(share, indent=2), args.json)
+    use_cpu_platform()
     from feather_sglang.bench import overhead
 
     config = overhead.Config(
         args.waiting, args.groups, args.prefix_tokens, args.suffix_tokens, args.admit, args.repeat, args.cold
     )
-    rows = overhead.sweep(args.repeat, _say, args.cold) if args.sweep else overhead.run(config, policies, _say)
+    rows = overhead.sweep(args.repeat, say, args.cold) if args.sweep else overhead.run(config, policies, say)
     if args.plot:
         overhead.plot(rows, args.plot)
     text = overhead.table(rows)
     times = overhead.ratio(rows)
     if times is not None:
         text += f"\ndfs-weight / feather: {times:.0f} for the whole pass"
-    return _report(text, json.dumps(overhead.as_dict(config, rows), indent=2), args.json)
+    return report(text, json.dumps(overhead.as_dict(config, rows), indent=2), args.json)
 
 
 def _decode(args: argparse.Namespace) -> int:
     dtypes = args.dtypes.split(",")
     if not set(dtypes) <= {"float32", "bfloat16"}:
-        return _bad_use(f"--dtypes must be of float32 and bfloat16, got '{args.dtypes}'")
+        return bad_use(f"--dtypes must be of float32 and bfloat16, got '{args.dtypes}'")
     if args.query_heads % args.kv_heads:
-        return _bad_use("--query-heads must be a multiple of --kv-heads")
+        return bad_use("--query-heads must be a multiple of --kv-heads")
     if importlib.util.find_spec("sglang") is None:
-        return _bad_use(_NEEDS_SGLANG)
+        return bad_use(_NEEDS_SGLANG)
     if not releases.is_newest():
-        return _bad_use(releases.NEEDS_NEWEST)
-    _use_cpu_platform()
+        return bad_use(releases.NEEDS_NEWEST)
+    use_cpu_platform()
     from feather_sglang.bench import decode
 
     shape = decode.Shape(args.query_heads, args.kv_heads, args.head_dim)
-    rows = decode.run(args.sizes or decode.SIZES, dtypes, args.page_sizes, shape, _say)
-    return _report(decode.table(rows), decode.as_json(shape, rows), args.json)
+    rows = decode.run(args.sizes or decode.SIZES, dtypes, args.page_sizes, shape, say)
+    return report(decode.table(rows), decode.as_json(shape, rows), args.json)
 
 
 def _add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -250,25 +246,25 @@ def _add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]
 def _calibrate(args: argparse.Namespace) -> int:
     refusal = _calibrate_refusal(args)
     if refusal:
-        return _bad_use(refusal)
+        return bad_use(refusal)
     from feather_sglang.bench import calibrate
 
     try:
         if args.measured:
             profile = calibrate.from_json(args.measured.read_text())
         elif args.device == "cpu":
-            profile = calibrate.measure_cpu(_say)
+            profile = calibrate.measure_cpu(say)
         else:
-            profile = calibrate.measure_cuda(args.dtype, _say)
+            profile = calibrate.measure_cuda(args.dtype, say)
     except (OSError, ValueError) as error:
         if args.measured:
-            return _bad_use(f"can't read '{args.measured}': {error}")
+            return bad_use(f"can't read '{args.measured}': {error}")
         raise RuntimeError(error) from error
     as_json = calibrate.as_json(profile)
     args.out.write_text(as_json + "\n")
     if args.plot:
         calibrate.plot(profile, args.plot)
-    return _report(calibrate.table(profile), as_json, args.json)
+    return report(calibrate.table(profile), as_json, args.json)
 
 
 def _calibrate_refusal(args: argparse.Namespace) -> str | None:
@@ -278,7 +274,7 @@ def _calibrate_refusal(args: argparse.Namespace) -> str | None:
     if args.dtype not in ("bfloat16", "float16"):
         return f"unknown --dtype '{args.dtype}'; valid: bfloat16, float16"
     for path in (args.out, args.plot, args.json if args.json != "-" else None):
-        if path is not None and not _writable(Path(path)):
+        if path is not None and not writable(Path(path)):
             return f"can't write '{path}'"
     if args.plot and importlib.util.find_spec("matplotlib") is None:
         return "--plot needs matplotlib; run: pip install 'feather-sglang[plots]'"
@@ -288,41 +284,28 @@ def _calibrate_refusal(args: argparse.Namespace) -> str | None:
     return None
 
 
-def _writable(path: Path) -> bool:
-    """Whether a file can be written there, without leaving one."""
-    return not path.is_dir() and os.access(path if path.exists() else path.parent, os.W_OK)
-
-
-def _use_cpu_platform() -> None:
-    """Without an accelerator SGLang's modules import only on a platform of their own."""
-    if "SGLANG_PLATFORM" not in os.environ and not Path("/dev/nvidia0").exists():
-        os.environ[PLATFORM_VARIABLE] = PLATFORM_NAME
-    platform.activate()  # before torch is imported
-    warnings.simplefilter("ignore")
-
-
 def _locality(args: argparse.Namespace) -> int:
     from feather_sglang.bench import batches, locality
 
     policies, names = args.policies.split(","), args.settings.split(",")
     settings = {setting.name: setting for setting in locality.SETTINGS}
-    unknown = _unknown("policy", policies, _DEMO_POLICIES) or _unknown("setting", names, settings)
+    unknown = unknown_name("policy", policies, _DEMO_POLICIES) or unknown_name("setting", names, settings)
     if unknown:
-        return _bad_use(unknown)
+        return bad_use(unknown)
     folder = args.folder.resolve()
     batch_rows: list[batches.BatchRow] = []
     rows: list[locality.Row] = []
     texts = []
     try:
         if args.part != "workloads":
-            batch_rows = locality.measure_batches(folder, args.runs, _say)
+            batch_rows = locality.measure_batches(folder, args.runs, say)
             texts.append(batches.table(batch_rows))
         if args.part != "batches":
             for name in names:
-                rows += locality.measure_workload(settings[name], policies, folder, args.runs, _say)
+                rows += locality.measure_workload(settings[name], policies, folder, args.runs, say)
     finally:  # what is done is worth having when a later server fails, or on Ctrl-C
         texts += [locality.table(rows)] if rows else []
-        _report("\n\n".join(texts), json.dumps(locality.as_dict(batch_rows, rows), indent=2), args.json)
+        report("\n\n".join(texts), json.dumps(locality.as_dict(batch_rows, rows), indent=2), args.json)
     return 0
 
 
@@ -341,7 +324,7 @@ def _compile(args: argparse.Namespace) -> int:
     if args.remove:
         print(f"removed {compiling.remove()} compiled files")
         return 0
-    _say("compiling, about a minute")
+    say("compiling, about a minute")
     compiling.compile_modules()
     print("the scheduling pass is compiled; 'feather-sglang compile --remove' takes it out")
     return 0
@@ -353,58 +336,27 @@ def _policies(args: argparse.Namespace) -> int:
     if args.search:
         best = {}
         for name in surface.SURFACES:
-            _say(f"searching on {name}")
+            say(f"searching on {name}")
             best[name] = surface.search(name)
         text = "\n".join(f"{name}: strangers below {a}, costing depth below {b}" for name, (a, b) in best.items())
-        return _report(text, json.dumps(best, indent=2), args.json)
+        return report(text, json.dumps(best, indent=2), args.json)
     cases = args.cases.split(",") if args.cases else list(surface.CASES)
-    unknown = _unknown("case", cases, surface.CASES)
+    unknown = unknown_name("case", cases, surface.CASES)
     if unknown:
-        return _bad_use(unknown)
-    rows = list(surface.rows(cases, args.seeds, args.requests, _say))
-    return _report(surface.table(rows), json.dumps([dataclasses.asdict(row) for row in rows], indent=2), args.json)
-
-
-def _report(text: str, as_json: str, target: str | None) -> int:
-    print(as_json if target == "-" else text)
-    if target and target != "-":
-        Path(target).write_text(as_json + "\n")
-    return 0
-
-
-def _unknown(what: str, given: Iterable[str], valid: Collection[str]) -> str | None:
-    """A line about the first name that is none of the valid ones."""
-    return next((f"unknown {what} '{name}'; valid: {', '.join(valid)}" for name in given if name not in valid), None)
-
-
-def _bad_use(message: str) -> int:
-    print(f"feather-sglang: error: {message}", file=sys.stderr)
-    return 2
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def _positive(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
-    return value
+        return bad_use(unknown)
+    rows = list(surface.rows(cases, args.seeds, args.requests, say))
+    return report(surface.table(rows), json.dumps([dataclasses.asdict(row) for row in rows], indent=2), args.json)
 
 
 def _positives(text: str) -> list[int]:
-    return [_positive(each) for each in text.split(",")]
+    return [positive(each) for each in text.split(",")]
 
 
 def _sizes(text: str) -> list[tuple[int, int]]:
     found = []
     for each in text.split(","):
         requests, _, tokens = each.partition("x")
-        found.append((_positive(requests), _positive(tokens)))
+        found.append((positive(requests), positive(tokens)))
     return found
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import sys
 from pathlib import Path
 
 from feather_sglang import patching
+from feather_sglang.cli_shared import complain, use_cpu_platform
 
 _ACTIONS = {
     "check": (patching.check, "whether the patch is in, or could be put in"),
@@ -53,7 +53,7 @@ def _patch(args: argparse.Namespace) -> int:
     except patching.PatchError as error:
         if args.json:
             print(json.dumps({"error": str(error), "exit_code": error.code}, indent=2))
-        print(f"feather-sglang: error: {error}", file=sys.stderr)
+        complain(str(error))
         return error.code
     print(json.dumps(found.as_dict(), indent=2) if args.json else found.describe())
     return 0
@@ -63,9 +63,7 @@ def _doctor(args: argparse.Namespace) -> int:
     from feather_sglang.engines.sglang import doctor
 
     if importlib.util.find_spec("sglang") is not None:
-        from feather_sglang.cli import _use_cpu_platform
-
-        _use_cpu_platform()
+        use_cpu_platform()
     report = doctor.examine()
     print(json.dumps(report.as_dict(), indent=2) if args.json else report.text())
     return 1 if report.missing else 0

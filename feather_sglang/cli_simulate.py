@@ -11,7 +11,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from feather_sglang.cli import _bad_use, _positive, _report, _say, _unknown, _writable
+from feather_sglang import cli_shared
+from feather_sglang.cli_shared import bad_use, positive, say, unknown_name, writable
 from feather_sglang.scheduling import Settings, SettingsError
 from feather_sglang.scheduling.policy import default_min_batch
 from feather_sglang.simulation import recommend, report
@@ -38,7 +39,7 @@ class BadUse(ValueError):
     """What the user asked for can't be done: one line."""
 
 
-def add_simulate(commands: Commands[argparse.ArgumentParser]) -> None:
+def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     """Add both commands."""
     simulate = commands.add_parser(
         "simulate",
@@ -58,7 +59,7 @@ def add_simulate(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     replay.add_argument("trace", metavar="TRACE", type=Path)
     replay.add_argument("--speedup", type=_positive_number, default=1.0, help="of the arrivals (default: 1)")
-    replay.add_argument("--requests", type=_positive, metavar="N", help="only the first N (default: all)")
+    replay.add_argument("--requests", type=positive, metavar="N", help="only the first N (default: all)")
     replay.add_argument("--strict", action="store_true", help="stop at the first malformed line")
     replay.add_argument("--html", metavar="FILE", type=Path, help="write a report page, one self-contained file")
     _add_common(replay)
@@ -71,8 +72,8 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--like", metavar="NAME", help="hardware that supplies what a profile of calibrate lacks")
     parser.add_argument("--model", default="Llama-3-8B", help=f"{', '.join(model_names())} (default: %(default)s)")
     parser.add_argument("--policies", default=",".join(POLICIES), help="comma-separated (default: all: %(default)s)")
-    parser.add_argument("--max-running", type=_positive, help="running slots (default: the scenario's, or 256)")
-    parser.add_argument("--kv-tokens", type=_positive, help="tokens of KV (default: what fits beside the weights)")
+    parser.add_argument("--max-running", type=positive, help="running slots (default: the scenario's, or 256)")
+    parser.add_argument("--kv-tokens", type=positive, help="tokens of KV (default: what fits beside the weights)")
     parser.add_argument(
         "--chunked-prefill", type=_chunk, default=8192, help="tokens of a prefill chunk; -1: unsplit (default: 8192)"
     )
@@ -93,13 +94,13 @@ def _checked(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse
         try:
             return command(args)
         except (BadUse, ProfileError, TraceError, SettingsError) as error:
-            return _bad_use(str(error))
+            return bad_use(str(error))
 
     return run
 
 
 def _simulate(args: argparse.Namespace) -> int:
-    unknown = _unknown("scenario", [args.scenario], SCENARIOS)
+    unknown = unknown_name("scenario", [args.scenario], SCENARIOS)
     if unknown:
         raise BadUse(unknown)
     make = functools.partial(make_scenario, args.scenario, args.seed)
@@ -109,11 +110,11 @@ def _simulate(args: argparse.Namespace) -> int:
 def _replay(args: argparse.Namespace) -> int:
     trace = read_trace(args.trace, requests=args.requests, speedup=args.speedup, strict=args.strict)
     for number, why in trace.bad_lines[:_SHOWN_LINES]:
-        _say(f"{args.trace}:{number}: {why}; left out")
+        say(f"{args.trace}:{number}: {why}; left out")
     if trace.bad_lines:
         numbers = [str(number) for number, _ in trace.bad_lines]
         more = ", ..." if len(numbers) > 20 else ""
-        _say(f"malformed lines left out: {len(numbers)} (lines {', '.join(numbers[:20])}{more})")
+        say(f"malformed lines left out: {len(numbers)} (lines {', '.join(numbers[:20])}{more})")
     return _run(args, trace.workload, functools.partial(_workload_of, args.trace, args.requests, args.speedup))
 
 
@@ -123,7 +124,7 @@ def _workload_of(path: Path, requests: int | None, speedup: float) -> Workload:
 
 def _run(args: argparse.Namespace, workload: Workload, make: Callable[[], Workload]) -> int:
     policies = args.policies.split(",")
-    unknown = _unknown("policy", policies, POLICIES)
+    unknown = unknown_name("policy", policies, POLICIES)
     if unknown:
         raise BadUse(unknown)
     html = getattr(args, "html", None)
@@ -138,14 +139,14 @@ def _run(args: argparse.Namespace, workload: Workload, make: Callable[[], Worklo
     if refused == len(workload.requests):
         raise BadUse(f"none of the {refused} requests fits into {setup.engine.kv_tokens:,} tokens of KV")
     if refused:
-        _say(f"{refused} of {len(workload.requests)} requests need more KV than there is and were refused")
+        say(f"{refused} of {len(workload.requests)} requests need more KV than there is and were refused")
     if html:
         tried = dict(zip(trials, everything[len(policies) :], strict=True))
         _write_page(html, args, workload, setup, results, tried)
     if args.plot:
         report.figure(results, f"{workload.name}, {args.model} on {args.hardware}").savefig(args.plot, dpi=110)
     text = f"{report.heading(workload, setup, args.hardware, args.model)}\n{report.table(results)}"
-    return _report(text, report.as_json(workload, setup, results), args.json)
+    return cli_shared.report(text, report.as_json(workload, setup, results), args.json)
 
 
 def _write_page(
@@ -181,7 +182,7 @@ def _setup(args: argparse.Namespace, workload: Workload) -> Setup:
 
 def _check_outputs(json: str | None, plot: Path | None, html: Path | None) -> None:
     for path in (Path(json) if json and json != "-" else None, plot, html):
-        if path is not None and not _writable(path):
+        if path is not None and not writable(path):
             raise BadUse(f"can't write '{path}'")
     if (plot or html) and importlib.util.find_spec("matplotlib") is None:
         raise BadUse("--plot and --html need matplotlib; run: pip install 'feather-sglang[plots]'")
@@ -201,13 +202,13 @@ def _progress(runs: int, requests: int) -> Callable[[Sequence[int]], None]:
             print(f"\rsimulating, {runs} runs [{bar:<30}] {share:4.0%}", end=end, file=sys.stderr, flush=True)
         elif int(share * 10) > shown:
             shown = int(share * 10)
-            _say(f"simulating, {runs} runs: {share:.0%} of {requests * runs:,} requests")
+            say(f"simulating, {runs} runs: {share:.0%} of {requests * runs:,} requests")
 
     return show
 
 
 def _chunk(text: str) -> int | None:
-    return None if text == "-1" else _positive(text)
+    return None if text == "-1" else positive(text)
 
 
 def _positive_number(text: str) -> float:

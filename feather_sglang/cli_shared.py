@@ -1,0 +1,66 @@
+"""What the subcommands share: reports, complaints, and checks of arguments."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import warnings
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+from feather_sglang.engines.sglang import platform
+from feather_sglang.engines.sglang.platform import PLATFORM_NAME, PLATFORM_VARIABLE
+
+
+def report(text: str, as_json: str, target: str | None) -> int:
+    """Print one of both, and write the JSON where it was asked for; returns exit code 0."""
+    print(as_json if target == "-" else text)
+    if target and target != "-":
+        Path(target).write_text(as_json + "\n")
+    return 0
+
+
+def say(text: str) -> None:
+    """Progress, on standard error."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def complain(message: str) -> None:
+    """What is wrong, in one line on standard error."""
+    print(f"feather-sglang: error: {message}", file=sys.stderr)
+
+
+def bad_use(message: str) -> int:
+    """Complain; returns exit code 2."""
+    complain(message)
+    return 2
+
+
+def unknown_name(what: str, given: Iterable[str], valid: Collection[str]) -> str | None:
+    """A line about the first name that is none of the valid ones."""
+    return next((f"unknown {what} '{name}'; valid: {', '.join(valid)}" for name in given if name not in valid), None)
+
+
+def positive(text: str) -> int:
+    """An argument that must be a positive integer."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
+    return value
+
+
+def writable(path: Path) -> bool:
+    """Whether a file can be written there, without leaving one."""
+    return not path.is_dir() and os.access(path if path.exists() else path.parent, os.W_OK)
+
+
+def use_cpu_platform() -> None:
+    """Without an accelerator SGLang's modules import only on a platform of their own."""
+    if "SGLANG_PLATFORM" not in os.environ and not Path("/dev/nvidia0").exists():
+        os.environ[PLATFORM_VARIABLE] = PLATFORM_NAME
+    platform.activate()  # before torch is imported
+    warnings.simplefilter("ignore")
