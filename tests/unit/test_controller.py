@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import random
+import time
 from array import array
 from types import SimpleNamespace
 from typing import ClassVar
@@ -321,6 +322,43 @@ def test_a_failure_is_logged_once_hands_over_and_recovers(caplog, break_in):
     engine.run_pass(room=1)  # state is built anew from what SGLang holds
     assert engine.own_passes == 2 and len(engine.running_batch.reqs) == 3
     agrees(engine)
+
+
+def test_it_gives_up_after_the_configured_number_of_failures(break_in):
+    engine = Engine(controller=BrokenController, max_failures=3)
+    engine.waiting_queue += [Req(i, [i] * 12) for i in range(5)]
+    break_in("plan")
+    for failures in (1, 2, 3):
+        assert not engine.controller.disabled
+        engine.run_pass(room=1)
+        assert engine.controller.failures == failures
+    assert engine.controller.disabled
+
+
+def test_a_failure_does_not_make_everybody_overdue(break_in, monkeypatch):
+    engine = Engine(controller=BrokenController, max_wait_s=5.0)
+    engine.waiting_queue += [Req(i, [i] * 12) for i in range(5)]
+    monkeypatch.setattr(time, "monotonic", lambda: 1e9)
+    break_in("plan")
+    engine.run_pass(room=1)
+    break_in("")
+    engine.run_pass(room=1)
+    core = engine.controller._core
+    assert all(core.tree.note(req).since_s == core.now_s > 0 for req in engine.waiting_queue)
+
+
+def test_failures_of_ever_new_texts_do_not_fill_the_log(break_in, caplog, monkeypatch):
+    engine = Engine(controller=BrokenController, max_failures=1000)
+    numbers = iter(range(1000))
+
+    def fail(self, where):
+        raise ValueError(f"failure {next(numbers)}")
+
+    monkeypatch.setattr(Broken, "fail", fail)
+    for i in range(50):
+        engine.waiting_queue.append(Req(i, [i] * 12))
+        engine.run_pass(room=1)
+    assert caplog.text.count("Traceback") == 20 and engine.controller.failures >= 50
 
 
 @pytest.mark.parametrize("where", ["unchanged", "confirm", "plan", "leave", "arrive"])

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
-from feather_sglang import cli
+from feather_sglang import cli, cli_shared
 from feather_sglang.engines.sglang import cpu_threads
 
 pytest.importorskip("sglang")
-cli._use_cpu_platform()
+cli_shared.use_cpu_platform()
 
 import torch
 from sglang.srt.layers.radix_attention import AttentionType
@@ -155,6 +156,22 @@ def test_a_ranks_cores(setting, rank, cores):
 def test_cores_that_are_not_there_are_named(setting):
     with pytest.raises(ValueError, match="names no cores for rank 2"):
         cpu_threads.rank_cores(setting, 2)
+
+
+def test_a_thread_that_ends_meanwhile_is_no_failure(monkeypatch):
+    """Threads come and go while a server starts, and one that was listed may be gone when it is to be bound."""
+    bound = []
+
+    def bind(thread, cores):
+        bound.append(cores)
+        if len(bound) == 1:
+            raise ProcessLookupError
+
+    monkeypatch.setenv(cpu_threads.VARIABLE, "0|1")
+    monkeypatch.setattr(os, "sched_setaffinity", bind)
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: bound.append(number))
+    cpu_threads.bind_threads(1)
+    assert bound[0] == {1} and bound[-1] == 1
 
 
 def test_bench_decode_reports_every_combination(capsys):

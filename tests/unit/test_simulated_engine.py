@@ -267,6 +267,12 @@ def test_rewards_are_the_decode_rate_without_the_first_step():
     assert heard[-1] == pytest.approx(rate, rel=0.15)
 
 
+def test_the_bound_in_seconds_goes_by_simulated_time():
+    engine = make_engine(build("one", "", [Ask(7.0, [(0, 640)], 50)]), "feather-static", EngineConfig(50_000, 12))
+    recorder = engine.run()
+    assert recorder.completed == 1 and 7.0 <= engine.queue.core.now_s <= engine.now_s
+
+
 def test_passes_are_counted_through_a_jump():
     """A stranger who is passed over is served after ``max_passes`` decode steps, in the middle of a long jump."""
     asks = [Ask(0.0, [(0, 6400), (n + 1, 64)], 400) for n in range(10)] + [Ask(0.0, [(99, 6400)], 400)]
