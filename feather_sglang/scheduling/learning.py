@@ -109,7 +109,7 @@ class LearnedPolicy(BatchingPolicy):
 
     def admit(self, state: BatchState) -> bool:
         """O(log edges of the bins)."""
-        batch, delta, sharing, related, held = state
+        batch, delta, sharing, related, held, _ = state
         if related or delta:
             self._shared = _SHARING_MEMORY
             if not delta:

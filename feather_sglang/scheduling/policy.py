@@ -24,6 +24,8 @@ class BatchState(NamedTuple):
     related: bool
     #: Waiting requests that will join as soon as a prefix now being prefilled is computed.
     held: int
+    #: Depth that every request in the batch shares now.
+    depth: int = 0
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -43,8 +45,8 @@ class BatchingPolicy(ABC):
         for number, hold in enumerate(holds):
             if not self.admit(state):
                 return number
-            batch, delta, sharing, related, held = state
-            state = BatchState(batch + 1, delta, sharing - 1, related, held + hold)
+            batch, delta, sharing, related, held, depth = state
+            state = BatchState(batch + 1, delta, sharing - 1, related, held + hold, depth)
         return len(holds)
 
     @property
@@ -78,6 +80,12 @@ class BatchingPolicy(ABC):
             raise ValueError(f"{type(self).__name__} learns nothing, so there is nothing to restore")
 
 
+# A step reads the weights once, whatever the batch. Kept apart, a batch saves each of its requests but the first the
+# reading of the shared prefix, and reads the weights again for those who were kept out. So it is worth that where
+# requests x shared tokens are several times the tokens whose KV is as large as the weights.
+_WORTH = 4
+
+
 @mypyc_attr(allow_interpreted_subclasses=True)
 class StaticPolicy(BatchingPolicy):
     """The paper's static heuristic: admit while little shared depth is lost, or while the batch is small.
@@ -90,16 +98,25 @@ class StaticPolicy(BatchingPolicy):
         self._crowd = settings.crowd
         self._crowd_tolerance = settings.crowd_tolerance
         self._min_batch = settings.min_batch or default_min_batch(max_batch)
+        # Of a batch whose shared depth is a chunk; the operator's own figure holds whatever the depth.
+        weights = 0 if settings.min_batch else _WORTH * settings.weight_tokens // settings.chunk_size
+        self._weights, self._max_batch = weights, max_batch
 
     def admit(self, state: BatchState) -> bool:
         """O(1)."""
         tolerance = self._crowd_tolerance if state.sharing >= self._crowd else self._tolerance
         if state.related and state.delta <= tolerance:
             return True
-        if state.batch + state.held < self._min_batch:
-            return True  # too small to be worth protecting, even when those who are held have joined
+        if state.batch + state.held < self._worth_protecting(state.depth):
+            return True  # too small, even when those who are held have joined
         # The batch's own followers come before strangers; and without shared depth there is nothing to protect.
         return not state.held and state.delta == 0
+
+    def _worth_protecting(self, depth: int) -> int:
+        """Requests from which on a batch that shares this depth is kept as it is."""
+        if not depth:
+            return self._min_batch
+        return max(self._min_batch, min(self._max_batch, self._weights // depth))
 
     def admit_run(self, state: BatchState, holds: Sequence[int]) -> int:
         """O(1) for relatives that cost little depth whatever the crowd, which is what a run usually is."""
@@ -109,10 +126,9 @@ class StaticPolicy(BatchingPolicy):
 
 
 def default_min_batch(max_batch: int) -> int:
-    """A quarter of the running slots, at least 8.
+    """A quarter of the running slots, at least 8: the smallest batch that is ever worth protecting.
 
-    Decode reads the weights once a step whatever the batch, so a small batch is never worth protecting; a quarter keeps
-    that share of a step small and still leaves room for the paper's result (batches of 100 against mixed ones of 400
-    and more).
+    Each step has a cost of its own, whatever the batch; a quarter keeps its share small and still leaves room for the
+    paper's result (batches of 100 against mixed ones of 400 and more).
     """
     return max(8, max_batch // 4)

@@ -212,7 +212,8 @@ class FeatherScheduler:
                 break
             batch = self.tree.num_active
             rids, notes, missing, holds, delta, sharing = run
-            state = BatchState(batch, delta if batch > 1 else 0, sharing, related, held)
+            depth = self.tree.common_depth
+            state = BatchState(batch, delta if batch > 1 else 0, sharing, related, held, depth)
             allowed = len(rids) if must else self._policy.admit_run(state, holds)
             if allowed < len(rids):
                 stop = Stop.HELD if held or any(holds[:allowed]) else Stop.POLICY

@@ -44,7 +44,13 @@ class Settings:
     crowd: int = _setting(10, "waiting requests at the remaining depth from which crowd_tolerance applies", low=1)
     crowd_tolerance: int = _setting(6, "depth_tolerance where a crowd waits at the remaining depth", low=0)
     min_batch: int = _setting(
-        0, "batch too small to be worth protecting below this; 0: a quarter of the running slots, at least 8", low=0
+        0,
+        "batch too small to be worth protecting below this; 0: a quarter of the running slots, at least 8, and more "
+        "where the weights outweigh what the batch shares",
+        low=0,
+    )
+    weight_tokens: int = _setting(
+        0, "tokens whose KV is as large as the model's weights, for min_batch 0; 0: found out at start", low=0
     )
     max_passes: int = _setting(
         2048, "scheduling passes that a waiting request may be passed over before it is served next", low=1

@@ -384,6 +384,38 @@ def test_the_static_rule():
     assert not StaticPolicy(Settings(), 4).admit(BatchState(8, 9, 1, False, 0))
 
 
+def test_a_batch_is_protected_where_what_it_shares_outweighs_the_weights():
+    def admit(batch, depth, slots=256, **values):
+        values = {"weight_tokens": 64 * 100, **values}
+        return StaticPolicy(Settings(**values), slots).admit(BatchState(batch, depth, 1, False, 0, depth))
+
+    assert admit(99, 4) and not admit(100, 4), "4 x 100 chunks of weights over 4 shared chunks"
+    assert admit(63, 100) and not admit(64, 100), "deep enough: a quarter of the slots"
+    assert admit(255, 1) and not admit(256, 1), "slots bound it"
+    assert not admit(64, 4, weight_tokens=0) and not admit(8, 4, min_batch=8), "unknown, or set by the operator"
+
+
+def test_the_scheduler_tells_the_policy_what_the_batch_shares():
+    seen = []
+
+    class Seeing(StaticPolicy):
+        def admit(self, state):
+            seen.append((state.batch, state.delta, state.depth))
+            return True
+
+        def admit_run(self, state, holds):
+            return BatchingPolicy.admit_run(self, state, holds)
+
+    scheduler = FeatherScheduler(Settings(), 8, Seeing(Settings(), 8))
+    for rid, hashes in enumerate(((1, 2, 3), (1, 2, 4), (1, 5, 6))):
+        scheduler.arrive(rid, hashes, 192)
+    scheduler.plan(1, 1000)
+    scheduler.confirm([0])
+    scheduler.progress(0, None)
+    scheduler.plan(2, 1000)
+    assert seen == [(1, 0, 3), (2, 1, 2)]
+
+
 @given(
     st.integers(1, 40), st.integers(0, 9), st.integers(1, 30), st.booleans(), st.lists(st.integers(0, 3), max_size=12)
 )

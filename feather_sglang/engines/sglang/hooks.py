@@ -113,6 +113,7 @@ _REQ = "sglang.srt.managers.schedule_batch.Req"
 READS: tuple[Reads, ...] = (
     Reads(_SCHEDULER, ("waiting_queue", "running_batch", "chunked_req", "policy", "schedule_policy", "tree_cache")),
     Reads(_SCHEDULER, ("max_running_requests", "max_prefill_tokens", "chunked_prefill_size", "server_args")),
+    Reads(_SCHEDULER, ("tp_worker", "token_to_kv_pool_allocator", "tp_group", "tp_cpu_group")),
     Reads(_SCHEDULER, ("tp_rank", "tp_size", "dp_rank"), until="0.5.12.post1"),
     Reads(_SCHEDULER, ("ps",), since="0.5.13", until="0.5.20"),
     Reads("sglang.srt.runtime_context", ("get_parallel",), since="0.5.21"),

@@ -15,6 +15,7 @@ from feather_sglang import compiling
 from feather_sglang.engines.sglang import arguments, releases
 from feather_sglang.engines.sglang.controller import Controller
 from feather_sglang.engines.sglang.timed import TimedController
+from feather_sglang.engines.sglang.weights import weight_tokens
 from feather_sglang.scheduling import Settings, SettingsError
 from feather_sglang.scheduling.state_file import StateFile
 
@@ -54,6 +55,8 @@ def around_init_schedule_policy(original: Callable[..., Any], scheduler: Any) ->
             "first served."
         )
         return result
+    if not (settings.min_batch or settings.weight_tokens):  # on every rank alike
+        settings = dataclasses.replace(settings, weight_tokens=weight_tokens(scheduler))
     try:
         state = _state_file(scheduler, settings) if rank == 0 else None
         controller = (TimedController if settings.trace else Controller)(
