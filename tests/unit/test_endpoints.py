@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from sglang.srt.utils.auth import add_api_key_middleware
 
-from feather_sglang.engines.sglang import endpoints, patched
+from feather_sglang.engines.sglang import endpoints, patched, startup
 
 
 @pytest.fixture
@@ -97,3 +98,11 @@ def test_a_process_without_an_http_server_gets_none(monkeypatch):
 def test_a_server_serves_without_them_if_they_cannot_be_added(caplog):
     endpoints.add_to(SimpleNamespace(routes=[]))
     assert "/feather/state, /feather/policy and /feather/config are not served" in caplog.text
+
+
+@pytest.mark.parametrize(("workers", "lines"), [(1, 0), (2, 1)])
+def test_several_tokenizer_workers_have_no_endpoints_and_the_log_says_so(monkeypatch, caplog, workers, lines):
+    monkeypatch.setattr(startup, "_first_problem", lambda args: None)
+    args = argparse.Namespace(schedule_policy="feather", tokenizer_worker_num=workers)
+    startup.before_from_cli_args(object, args)
+    assert caplog.text.count("the server has no /feather endpoints") == lines

@@ -22,16 +22,13 @@ ALL = ("static", "ucb", "qlearning", "fcfs", "lpm", "dfs-weight")
 ROWS = [[3, 100.0, 90.0, 5.0, 6.0]]
 
 
-class Own(SimpleNamespace):
-    """SGLang's own policy."""
+def own(engine):
+    """Give it what SGLang's own policy has."""
 
-    def _validate_and_adjust_policy(self, name, tree_cache):
+    def chosen(name, tree_cache):
         return SimpleNamespace(value=name)
 
-
-def own(engine):
-    engine.policy.__class__ = Own
-    engine.policy.tree_cache, engine.policy.policy = None, SimpleNamespace(value="fcfs")
+    vars(engine.policy).update(tree_cache=None, policy=chosen("fcfs", None), _validate_and_adjust_policy=chosen)
     return engine
 
 
@@ -89,11 +86,10 @@ def test_sglangs_policy_is_alone_in_charge_until_feather_is_back():
     engine = make(fallback_policy="lpm")
     engine.waiting_queue += [Req(i, [i % 2] * 40 + [100 + i] * 4) for i in range(12)]
     engine.run_pass()
-    assert engine.policy.__dict__["waiting_queue_prefix_matched"]([]) is False
+    assert engine.policy.waiting_queue_prefix_matched([]) is False
     assert switch(engine, "dfs-weight") == {"policy": "static", "scheduling": "dfs-weight"}
-    assert controller_of(engine) is None is controller_of(engine.policy) and "waiting_queue_prefix_matched" not in vars(
-        engine.policy
-    )
+    assert controller_of(engine) is None and controller_of(engine.policy) is None
+    assert "waiting_queue_prefix_matched" not in vars(engine.policy)
     assert len(engine.controller.core.tree) == 0, "no finished request is kept alive"
     said = state(engine)
     assert (said["scheduling"], said["why"], said["groups"], said["best"]) == ("dfs-weight", "switched", [], None)
