@@ -49,6 +49,15 @@ EDITS = (
             return patched.init_schedule_policy(self)
 """,
     ),
+    Edit(
+        ("srt/entrypoints/http_server.py",),
+        '    Called by launch_server after subprocesses have been launched.\n    """\n',
+        """    if server_args.schedule_policy == "feather":
+        from feather_sglang.engines.sglang import patched
+
+        patched.add_endpoints(app)
+""",
+    ),
 )
 
 

@@ -65,6 +65,15 @@ class Run(NamedTuple):
     sharing: int
 
 
+class Group(NamedTuple):
+    """Requests whose longest prefix shared with another request is the same."""
+
+    #: Chunks of that prefix.
+    depth: int
+    waiting: int
+    active: int
+
+
 class _Request:
     """Competes in the heap of the node where it ends while it waits (``support`` is 0)."""
 
@@ -234,6 +243,21 @@ class ChunkedHashTree:
         request = self._waiting(rid)
         node = _node_of(request)
         return self._candidate(request, node, _covered_node(node))
+
+    def groups(self) -> list[Group]:
+        """Who shares a prefix: each request counts once, at the longest prefix that another one has, too.
+
+        Most waiting first, then deepest; requests that share nothing are left out. O(requests), for reports.
+        """
+        counts: dict[_Node, list[int]] = {}
+        for request in self._requests.values():
+            node = _node_of(request)
+            if node.depth and node.own < 2 and not node.children:
+                node = _parent(node)  # where others end or branch off, or it would be one node with this one
+            if node.depth:
+                counts.setdefault(node, [0, 0])[request.support] += 1
+        groups = [Group(node.depth, waiting, active) for node, (waiting, active) in counts.items()]
+        return sorted(groups, key=lambda group: (-group.waiting, -group.depth))
 
     def best(self) -> Candidate | None:
         """The waiting request with the fewest missing chunks, ties to the earliest inserted; ``None`` if none waits.

@@ -49,6 +49,13 @@ class BatchingPolicy(ABC):
             state = BatchState(batch + 1, delta, sharing - 1, related, held + hold, depth)
         return len(holds)
 
+    def explain(self, state: BatchState, chunk_size: int) -> tuple[bool, str] | None:
+        """What :meth:`admit` would answer, and why, in tokens of shared prefix; ``None``: that cannot be foreseen.
+
+        For people. It must change nothing: it is called on one rank only.
+        """
+        return None
+
     @property
     def learns(self) -> bool:
         """Whether it wants to hear rewards. With several ranks all hear those that rank 0 measured."""
@@ -105,6 +112,7 @@ class StaticPolicy(BatchingPolicy):
     def admit(self, state: BatchState) -> bool:
         """O(1)."""
         tolerance = self._crowd_tolerance if state.sharing >= self._crowd else self._tolerance
+        # explain() says the same in words.
         if state.related and state.delta <= tolerance:
             return True
         if state.batch + state.held < self._worth_protecting(state.depth):
@@ -117,6 +125,21 @@ class StaticPolicy(BatchingPolicy):
         if not depth:
             return self._min_batch
         return max(self._min_batch, min(self._max_batch, self._weights // depth))
+
+    def explain(self, state: BatchState, chunk_size: int) -> tuple[bool, str]:
+        """O(1)."""
+        tolerance = self._crowd_tolerance if state.sharing >= self._crowd else self._tolerance
+        given_up = f"at most {tolerance * chunk_size} are given up"
+        if state.related and state.delta <= tolerance:
+            return True, given_up
+        enough = self._worth_protecting(state.depth)
+        if state.batch + state.held < enough:
+            return True, f"a batch of fewer than {enough} takes anybody"
+        if state.held:
+            return False, f"{state.held} that share its prefix join first, once it is computed"
+        if not state.delta:
+            return True, "there is nothing to lose"
+        return False, given_up if state.related else "none are given up for a stranger"
 
     def admit_run(self, state: BatchState, holds: Sequence[int]) -> int:
         """O(1) for relatives that cost little depth whatever the crowd, which is what a run usually is."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from mypy_extensions import mypyc_attr
 
-from feather_sglang.cht import ChunkedHashTree, Run
+from feather_sglang.cht import Candidate, ChunkedHashTree, Run
 from feather_sglang.scheduling.arrivals import ArrivalOrder, Ticket
 from feather_sglang.scheduling.policies import make_policy
 from feather_sglang.scheduling.policy import BatchingPolicy, BatchState
@@ -40,6 +40,16 @@ class Plan(NamedTuple):
 
     order: list[Hashable]
     stop: Stop
+
+
+class Upcoming(NamedTuple):
+    """A waiting request that a plan would consider first."""
+
+    candidate: Candidate
+    #: As in ``BatchState``.
+    related: bool
+    #: Whether it is served without asking the policy: nobody runs, or it has waited for too long.
+    must: bool
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -171,6 +181,40 @@ class FeatherScheduler:
         """
         return self._interval
 
+    @property
+    def held(self) -> int:
+        """Waiting requests that will join once the prefixes now being prefilled are computed. O(computing)."""
+        return sum(self.tree.held_behind(rid) for rid in self._computing)
+
+    def upcoming(self) -> Upcoming | None:
+        """Whom the next plan considers first, as far as that is known between two plans; ``None``: nobody waits.
+
+        O(log W) amortised, for reports: nothing is decided.
+        """
+        if not self._queue:
+            return None
+        oldest = self._queue.first()
+        overdue = self._passes >= oldest.since + self._max_passes or self._now_s >= oldest.since_s + self._max_wait_s
+        if overdue or not self.tree.num_active:
+            return Upcoming(self.tree.candidate(oldest.rid), False, True)
+        best = self.tree.best_sharing()
+        if best is not None:
+            return Upcoming(best, True, False)
+        free = (ticket for ticket in islice(self._queue, _SCAN) if not self.tree.held(ticket.rid))
+        return Upcoming(self.tree.candidate(next(free, oldest).rid), False, False)
+
+    # ----------------------------------------------------------------- changes
+
+    def reconfigure(self, settings: Settings, policy: BatchingPolicy) -> None:
+        """Go on with other settings (not another ``chunk_size``) and another policy; who waits keeps its place. O(1).
+
+        Between two plans, and on every tensor parallel rank between the same two.
+        """
+        self._policy = policy
+        self._max_passes = settings.max_passes
+        self._max_wait_s = settings.max_wait_s or math.inf
+        self._settled = False
+
     # ------------------------------------------------------------------- plans
 
     def unchanged(self) -> bool:
@@ -197,8 +241,7 @@ class FeatherScheduler:
         tickets: list[Ticket] = []
         self._planned, self._tickets = planned, tickets
         self._activated = 0
-        # Waiting requests that will join once the prefixes now being prefilled are computed.
-        held = sum(self.tree.held_behind(rid) for rid in self._computing)
+        held = self.held
         stop: Stop | None = None
         chunk_size = self._chunk_size
         while stop is None:

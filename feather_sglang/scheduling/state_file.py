@@ -75,11 +75,13 @@ class StateFile:
             atexit.register(self.close)
         if self._saved_s is None:
             self._saved_s = now_s
-        elif now_s - self._saved_s >= self._period_s and not (self._writer and self._writer.is_alive()):
-            self._saved_s = now_s
-            # Not a daemon: at exit Python waits for it instead of cutting it off.
-            self._writer = threading.Thread(target=self._write, args=(dict(snapshot()),), name="feather-state")
-            self._writer.start()
+        elif now_s - self._saved_s >= self._period_s:
+            self._save(now_s, snapshot)
+
+    def save_early(self, now_s: float) -> None:
+        """Save now what :meth:`maybe_save` was given, if anything, since nothing more is learned for a while."""
+        if self._last is not None:
+            self._save(now_s, self._last)
 
     def close(self) -> None:
         """Save for the last time, in the calling thread. Called at exit too; a second call does nothing."""
@@ -90,7 +92,25 @@ class StateFile:
                 self._writer.join()
             self._write(dict(snapshot()))
 
+    def holder(self) -> str | None:
+        """The policy whose state the file holds; ``None``: there is no file, ``""``: it does not say."""
+        try:
+            name = self._decode(self.path.read_bytes()).get("policy", "")
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError):
+            return ""
+        return name if isinstance(name, str) else ""
+
     # ---------------------------------------------------------------- inside
+
+    def _save(self, now_s: float, snapshot: Snapshot) -> None:
+        """Unless a save is under way."""
+        if self._writer is None or not self._writer.is_alive():
+            self._saved_s = now_s
+            # Not a daemon: at exit Python waits for it instead of cutting it off.
+            self._writer = threading.Thread(target=self._write, args=(dict(snapshot()),), name="feather-state")
+            self._writer.start()
 
     def _write(self, data: Mapping[str, Any]) -> None:
         record = {"version": VERSION, "identity": self._identity, "state": data}

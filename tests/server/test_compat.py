@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import json
 import os
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -58,7 +60,7 @@ def test_doctor_names_another_plugin(tmp_path, kind):
 
 @pytest.fixture(scope="module")
 def patched(tmp_path_factory):
-    """A folder with a patched copy of the installed SGLang: links, but for the two files that the patch replaces."""
+    """A folder with a patched copy of the installed SGLang: links, but for the files that the patch replaces."""
     folder = tmp_path_factory.mktemp("patched")
     (package,) = importlib.util.find_spec("sglang").submodule_search_locations
     subprocess.run(["cp", "--recursive", "--symbolic-link", package, folder / "sglang"], check=True)
@@ -77,6 +79,8 @@ def test_a_patched_sglang_serves_without_the_plugin_system(serve, patched):
     server = serve(environment=environment, launcher=(sys.executable, "-m", "sglang.launch_server"))
     assert len(ask_all(server, prompts(2, 3, 80, 8), tokens=4)) == 6
     assert server.log.read_text().count("Feather is scheduling") == 1
+    with urllib.request.urlopen(server.url + "/feather/state") as response:
+        assert json.load(response)["schedulers"][0]["scheduling"] == "feather"
 
 
 def test_a_patched_sglang_without_feather_says_what_to_install(patched):

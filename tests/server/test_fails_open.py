@@ -38,6 +38,7 @@ def register():
     breakable(decode_meter.DecodeMeter, "begin", "measure")
     breakable(ranks.Speaker, "news", "news")
     breakable(controller._Trace, "write", "trace")
+    breakable(learning.LearnedPolicy, "__init__", "build")
     order = controller.Controller.order
     def exploding_order(self, *args, **kwargs):
         planned = order(self, *args, **kwargs)

@@ -23,21 +23,30 @@ from mypy_extensions import mypyc_attr
 from feather_sglang.cht import chunk_hashes
 from feather_sglang.engines.sglang.ranks import News, Speaker
 from feather_sglang.engines.sglang.releases import prefix_len
-from feather_sglang.scheduling import FeatherScheduler, Plan, Settings
+from feather_sglang.scheduling import BatchingPolicy, FeatherScheduler, Plan, Settings
 from feather_sglang.scheduling.decode_meter import DecodeMeter
+from feather_sglang.scheduling.memory import Memory
+from feather_sglang.scheduling.policies import make_policy
 from feather_sglang.scheduling.state_file import StateFile
 
 logger = logging.getLogger(__name__)
 
 _ATTRIBUTE = "_feather_controller"
+_MATCHED = "waiting_queue_prefix_matched"
 # Different failures whose traceback is logged. Each is logged once, but their texts may differ without end.
 _MAX_LOGGED = 20
 
 
 def controller_of(owner: Any) -> Controller | None:
-    """The controller attached to an SGLang scheduler or policy, unless Feather is not chosen or has given up."""
-    controller: Controller | None = owner.__dict__.get(_ATTRIBUTE)
+    """The controller attached to an SGLang scheduler or policy, unless Feather is not chosen or not in charge."""
+    controller = attached_to(owner)
     return None if controller is None or controller.disabled else controller
+
+
+def attached_to(owner: Any) -> Controller | None:
+    """The same, in charge or not."""
+    controller: Controller | None = owner.__dict__.get(_ATTRIBUTE)
+    return controller
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -65,6 +74,8 @@ class Controller:
         self.refusal = AddReqResult.OTHER
         self.failures = 0
         self.disabled = False
+        self.why = ""  # it is disabled: "switched" or "failures"
+        self.rank = rank
         self._scheduler = scheduler
         self._settings = settings
         self._core = self._new_core()
@@ -81,15 +92,24 @@ class Controller:
         self._alone = ranks == 1
         self._meter: DecodeMeter | None = None
         self._speaker: Speaker | None = None
+        self._state: StateFile | None = None
+        self._memory = Memory(state)
         policy = self._core.policy
-        # What another policy has learned is not to be set aside by one that learns nothing.
-        self._state = state if policy.learns else None
-        if rank == 0 and (policy.learns or settings.max_wait_s):
-            loaded = self._state is not None and self._state.load(policy.restore)
-            self._speaker = Speaker(bool(settings.max_wait_s), policy.snapshot() if loaded and ranks > 1 else None)
-        if rank == 0 and policy.learns:
+        loaded = self._memory.begin(settings.policy, policy)
+        self._equip(policy.snapshot() if loaded and ranks > 1 else None)
+
+    def _equip(self, learned: Mapping[str, Any] | None) -> None:
+        """What rank 0 does for the others, with these settings and this policy: it measures, tells and saves."""
+        settings, learns = self._settings, self._core.policy.learns
+        self._meter = self._speaker = self._state = None
+        if self.rank or self.disabled:
+            return
+        self._state = self._memory.file_of(settings.policy)
+        if learns or settings.max_wait_s:
+            self._speaker = Speaker(bool(settings.max_wait_s), learned, self._core.now_s)
+        if learns:
             # A step more where SGLang processes a batch's result while the next batch runs.
-            self._meter = DecodeMeter(settle=1 + bool(getattr(scheduler, "enable_overlap", False)))
+            self._meter = DecodeMeter(settle=1 + bool(getattr(self._scheduler, "enable_overlap", False)))
 
     def attach(self) -> None:
         """Let the hooks find this controller."""
@@ -97,13 +117,102 @@ class Controller:
             setattr(owner, _ATTRIBUTE, self)
         if not self._alone:
             Controller.of_rank = self
+        self._hide_matches()
+
+    def _hide_matches(self) -> None:
         # SGLang would take the waiting requests' match lengths for known, and its load metrics would count no hits.
-        self._scheduler.policy.waiting_queue_prefix_matched = lambda waiting_queue: False
+        setattr(self._scheduler.policy, _MATCHED, lambda waiting_queue: False)
+
+    # ------------------------------------------------------- changes at run time
+
+    @property
+    def core(self) -> FeatherScheduler:
+        """The engine-neutral scheduler. Another one after a failure, or when Feather hands over."""
+        return self._core
+
+    @property
+    def settings(self) -> Settings:
+        """The settings in force."""
+        return self._settings
+
+    def look(self) -> None:
+        """Take note of who waits by now. Between two passes, and on every rank, since all must know the same."""
+        try:
+            if not self.disabled:
+                self._observe_waiting()
+        except Exception:
+            self._failed("looking for changes")
+
+    def hand_over(self) -> None:
+        """From the next pass on SGLang's own policy decides. Between two passes, on every rank."""
+        self._keep()
+        self._start_afresh()
+        self.disabled, self.why = True, "switched"
+        self._equip(None)
+        self._scheduler.policy.__dict__.pop(_MATCHED, None)
+
+    def take_over(self, settings: Settings) -> None:
+        """From the next pass on Feather decides, with this policy, whether or not it did before. On every rank.
+
+        What runs and waits then is found by comparing, as ever; those that wait keep SGLang's order.
+
+        Raises:
+            SettingsError: the policy cannot be built; nothing has changed.
+        """
+        policy, learned = self._core.policy, None
+        if settings.policy != self._settings.policy:
+            policy = self._build(settings)
+            if not self._memory.resume(settings.policy, policy):
+                learned = self._stored(settings)
+            self._keep()
+        elif self._speaker is not None:
+            learned = self._speaker.untold
+        self.failures, self.disabled, self.why = 0, False, ""
+        self._change(settings, policy, learned)
+        self._hide_matches()
+
+    def configure(self, settings: Settings, *, rebuild: bool) -> None:
+        """Go on with these settings, which name the same policy. Between two passes, on every rank.
+
+        Args:
+            settings: the new ones.
+            rebuild: whether the policy depends on what changed. What it has learned stays, and trials begin anew.
+
+        Raises:
+            ValueError: the policy cannot be built with them; nothing has changed.
+        """
+        policy = self._core.policy
+        if rebuild:
+            learned, policy = policy.snapshot(), self._build(settings)
+            policy.restore(learned)
+        self._change(settings, policy, self._speaker.untold if self._speaker is not None else None)
+
+    def _change(self, settings: Settings, policy: BatchingPolicy, learned: Mapping[str, Any] | None) -> None:
+        self._core.reconfigure(settings, policy)
+        self._settings = settings
+        self._equip(learned)
+
+    def _build(self, settings: Settings) -> BatchingPolicy:
+        return make_policy(settings, self._scheduler.max_running_requests)
+
+    def _stored(self, settings: Settings) -> Mapping[str, Any] | None:
+        """What the state file has of a policy. Rank 0 alone has the file, and tells the others."""
+        try:
+            return self._memory.load(settings.policy, lambda: self._build(settings))
+        except Exception:
+            self._lost("loading what was learned")
+            return None
+
+    def _keep(self) -> None:
+        """What the policy has learned, since it is not in charge for a while."""
+        with suppress(Exception):  # one that cannot say what it has learned must be left, too
+            self._memory.keep(self._settings.policy, self._core.policy, time.monotonic())
 
     # --------------------------------------------------------------- the pass
 
     def begin_pass(self) -> None:
         """A scheduling pass begins; whatever ran before it is over."""
+        self.passes += 1
         try:
             if self._meter is not None:
                 self._meter.begin(time.perf_counter())
@@ -243,7 +352,7 @@ class Controller:
             self._meter = None
 
     def _snapshot(self) -> Mapping[str, Any]:
-        return self._core.policy.snapshot()
+        return self._memory.owned(self._settings.policy, self._core.policy)
 
     def _put_first(self, order: list[Any], queue: list[Any]) -> None:
         """Move the planned requests to the head; the others keep their order. O(log W) a request, and moving pointers.
@@ -301,6 +410,21 @@ class Controller:
     # ------------------------------------------------------- what has changed
 
     def _observe(self, running_batch: Any) -> None:
+        self._observe_waiting()
+        core = self._core
+        chunked = self._scheduler.chunked_req
+        if core.tree.num_active != len(running_batch.reqs) + (chunked is not None):
+            running = dict.fromkeys(running_batch.reqs)
+            if chunked is not None:
+                running[chunked] = None
+            for req in [req for req in core.active if req not in running]:
+                self._leaves(req)
+            for req in running:
+                self._is_running(req)
+        for req in list(core.computing):
+            self._note_progress(req)
+
+    def _observe_waiting(self) -> None:
         core, waiting = self._core, self._scheduler.waiting_queue
         # New and retracted requests are at the end of SGLang's queue: it only ever appends.
         at = len(waiting)
@@ -316,17 +440,6 @@ class Controller:
             for req in waiting:
                 self._starts_to_wait(req)
             self._number_anew(waiting)
-        chunked = self._scheduler.chunked_req
-        if core.tree.num_active != len(running_batch.reqs) + (chunked is not None):
-            running = dict.fromkeys(running_batch.reqs)
-            if chunked is not None:
-                running[chunked] = None
-            for req in [req for req in core.active if req not in running]:
-                self._leaves(req)
-            for req in running:
-                self._is_running(req)
-        for req in list(core.computing):
-            self._note_progress(req)
 
     def _starts_to_wait(self, req: Any) -> None:
         core = self._core
@@ -378,9 +491,17 @@ class Controller:
         Controller.in_pass = None
         self.failures += 1
         self._log(f"Feather failed while {doing}; SGLang's own policy takes this pass over.")
-        if self.failures >= self._settings.max_failures:
-            self.disabled = True
-            logger.error("Feather failed %d times and is off until the server is restarted.", self.failures)
+        if self.failures >= self._settings.max_failures and not self.disabled:
+            self.disabled, self.why = True, "failures"
+            logger.error(
+                "Feather failed %d times and is off until the server is restarted, or POST /feather/policy names one "
+                "of its policies.",
+                self.failures,
+            )
+        self._start_afresh()
+
+    def _start_afresh(self) -> None:
+        """Forget every request: the next pass finds them anew."""
         learned, now_s = self._core.policy, self._core.now_s
         self._core = self._new_core()
         self._core.tick(now_s)

@@ -8,7 +8,7 @@ import pkgutil
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from feather_sglang.engines.sglang import admission, startup
+from feather_sglang.engines.sglang import admission, endpoints, runtime, startup
 from feather_sglang.engines.sglang.releases import NEWEST, OLDEST, RELEASES, SUPPORTED, installed, within
 
 
@@ -103,11 +103,26 @@ HOOKS: tuple[Hook, ...] = (
         "carries rank 0's time and rewards to the other tensor parallel ranks",
         until="0.5.12.post1",
     ),
+    Hook(
+        "sglang.srt.managers.scheduler.Scheduler.get_internal_state",
+        "around",
+        runtime.around_get_internal_state,
+        ("self", "recv_req"),
+        "answers /feather/state, and changes policy and settings on every rank before the same pass",
+    ),
+    Hook(
+        "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.init_communicators",
+        "after",
+        endpoints.after_init_communicators,
+        ("self",),
+        "serves /feather/... beside SGLang's own endpoints",
+    ),
 )
 
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _REQ = "sglang.srt.managers.schedule_batch.Req"
+_POLICY = "sglang.srt.managers.schedule_policy.SchedulePolicy"
 
 #: What the functions above read. No process has these objects before it serves, so they are looked for in the source.
 READS: tuple[Reads, ...] = (
@@ -124,6 +139,17 @@ READS: tuple[Reads, ...] = (
     Reads("sglang.srt.managers.schedule_batch.ScheduleBatch", ("reqs", "batch_is_full")),
     Reads("sglang.srt.managers.schedule_policy.PrefillAdder", ("can_run_list", "running_batch")),
     Reads("sglang.srt.managers.schedule_policy.AddReqResult", ("OTHER",)),
+    Reads(_POLICY, ("policy", "tree_cache", "_validate_and_adjust_policy")),
+    Reads(_POLICY, ("waiting_queue_prefix_matched",), since="0.5.19"),
+    Reads("sglang.srt.managers.io_struct.GetInternalStateReq", ()),
+    Reads("sglang.srt.managers.io_struct.BaseReq", ("rid",)),
+    Reads("sglang.srt.managers.io_struct.GetInternalStateReqOutput", ("internal_state",)),
+    Reads("sglang.srt.managers.tokenizer_control_mixin", ("_COMMUNICATOR_SPECS",)),  # get_internal_state_communicator
+    Reads("sglang.srt.managers.tokenizer_manager.TokenizerManager", ("auto_create_handle_loop",)),
+    Reads("sglang.srt.entrypoints.http_server", ("app", "get_global_state")),
+    Reads("sglang.srt.entrypoints.http_server._GlobalState", ("tokenizer_manager",)),
+    Reads("sglang.srt.utils.auth", ("auth_level",)),
+    Reads("sglang.srt.utils.auth.AuthLevel", ("ADMIN_OPTIONAL",)),
 )
 
 #: Without these nobody would refuse "feather" on an unknown release.

@@ -1,4 +1,4 @@
-"""What an SGLang patched with ``feather-sglang patch`` calls where it builds its policy and ``feather`` is chosen.
+"""What an SGLang patched with ``feather-sglang patch`` calls, where ``feather`` is chosen, as it starts.
 
 Where SGLang's plugin loader ran, Feather's hook has taken the name away by then, and the patch does nothing more than
 offer it. So nothing is hooked twice.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from feather_sglang.engines.sglang import hooks
+from feather_sglang.engines.sglang import endpoints, hooks
 
 
 def init_schedule_policy(scheduler: Any) -> None:
@@ -19,3 +19,8 @@ def init_schedule_policy(scheduler: Any) -> None:
     """
     hooks.apply_missing()
     scheduler.init_schedule_policy()
+
+
+def add_endpoints(app: Any) -> None:
+    """Serve ``/feather/...`` beside the endpoints of SGLang's HTTP server, which is about to start."""
+    endpoints.add_to(app)

@@ -32,18 +32,24 @@ class Speaker:
     Args:
         ticks: whether the time is to be told, too.
         learned: what to tell first.
+        now_s: the time as last told.
     """
 
-    def __init__(self, ticks: bool, learned: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, ticks: bool, learned: Mapping[str, Any] | None = None, now_s: float = 0.0) -> None:
         self._ticks = ticks
         self._learned = learned
         self._rewards: list[tuple[int, float, float]] = []
-        self._start_s = time.monotonic()
+        self._start_s = time.monotonic() - now_s
         self._told_s = float("-inf")
 
     def reward(self, interval: int, value: float, seconds: float) -> None:
         """Tell this next time."""
         self._rewards.append((interval, value, seconds))
+
+    @property
+    def untold(self) -> Mapping[str, Any] | None:
+        """What was learned and has not been told yet."""
+        return self._learned
 
     def news(self) -> News | None:
         """What is to be told now, once; ``None``: nothing."""

@@ -35,6 +35,11 @@ def before_from_cli_args(_cls: type, args: argparse.Namespace, *_: Any, **__: An
     problem = _first_problem(args)
     if problem is not None:
         arguments.refuse(problem)
+    if getattr(args, "tokenizer_worker_num", 1) > 1:
+        logger.warning(
+            "Feather: with --tokenizer-worker-num above 1 the server has no /feather endpoints, since SGLang loads no "
+            "plugins in the workers that serve HTTP."
+        )
 
 
 def around_init_schedule_policy(original: Callable[..., Any], scheduler: Any) -> Any:

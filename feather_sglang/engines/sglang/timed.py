@@ -19,7 +19,6 @@ class TimedController(Controller):
             return super().nothing_to_do(running_batch)
         finally:
             self.hook_s += time.perf_counter() - started
-            self.passes += 1
 
     def order(self, waiting_queue: list[Any], running_batch: Any = None, *args: Any, **kwargs: Any) -> bool:
         """See :class:`Controller`."""
