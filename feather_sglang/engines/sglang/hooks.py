@@ -112,6 +112,13 @@ _REQ = "sglang.srt.managers.schedule_batch.Req"
 #: What the functions above read. No process has these objects before it serves, so they are looked for in the source.
 READS: tuple[Reads, ...] = (
     Reads(_SCHEDULER, ("waiting_queue", "running_batch", "chunked_req", "policy", "schedule_policy", "tree_cache")),
+    Reads(_SCHEDULER, ("metrics_collector",), since="0.5.13"),
+    Reads(
+        "sglang.srt.observability.scheduler_metrics_mixin.SchedulerMetricsMixin",
+        ("metrics_collector",),
+        until="0.5.12.post1",
+    ),
+    Reads("sglang.srt.observability.metrics_collector.SchedulerMetricsCollector", ("labels",)),
     Reads(_SCHEDULER, ("max_running_requests", "max_prefill_tokens", "chunked_prefill_size", "server_args")),
     Reads(_SCHEDULER, ("tp_rank", "tp_size", "dp_rank"), until="0.5.12.post1"),
     Reads(_SCHEDULER, ("ps",), since="0.5.13", until="0.5.20"),
