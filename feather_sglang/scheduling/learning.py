@@ -105,6 +105,11 @@ class LearnedPolicy(BatchingPolicy):
         self._episodes: deque[Episode] = deque()  # rewarded, return not complete
         self._champion: Champion[Table] = Champion(_copy)
 
+    @property
+    def exploration_share(self) -> float:
+        """Intervals on trial, of all so far."""
+        return self.trials.intervals / self.intervals if self.intervals else 0.0
+
     # --------------------------------------------------------------- deciding
 
     def admit(self, state: BatchState) -> bool:

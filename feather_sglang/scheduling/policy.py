@@ -61,6 +61,11 @@ class BatchingPolicy(ABC):
         """Whether it wants to hear rewards. With several ranks all hear those that rank 0 measured."""
         return type(self).learn is not BatchingPolicy.learn
 
+    @property
+    def exploration_share(self) -> float:
+        """Share of the intervals so far in which it tried something out. For metrics."""
+        return 0.0
+
     def formed(self, interval: int, batch: int) -> None:
         """A plan is closed: ``batch`` requests are active, and the decode steps that follow belong to ``interval``.
 

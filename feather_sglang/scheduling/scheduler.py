@@ -17,6 +17,7 @@ from mypy_extensions import mypyc_attr
 
 from feather_sglang.cht import Candidate, ChunkedHashTree, Run
 from feather_sglang.scheduling.arrivals import ArrivalOrder, Ticket
+from feather_sglang.scheduling.counters import Counters
 from feather_sglang.scheduling.policies import make_policy
 from feather_sglang.scheduling.policy import BatchingPolicy, BatchState
 from feather_sglang.scheduling.settings import Settings
@@ -69,6 +70,8 @@ class FeatherScheduler:
         if max_batch < 1:
             raise ValueError(f"max_batch must be at least 1, got {max_batch}")
         self.tree = ChunkedHashTree(settings.chunk_size)
+        #: Of this scheduler, or handed on by the one before it.
+        self.counters = Counters()
         self._policy: BatchingPolicy = policy if policy is not None else make_policy(settings, max_batch)
         self._chunk_size = settings.chunk_size
         self._max_passes = settings.max_passes
@@ -222,6 +225,7 @@ class FeatherScheduler:
         if not self._settled:
             return False
         self._passes += 1
+        self.counters.passed_over += 1
         return self._passes < self._deadline and self._now_s < self._deadline_s
 
     def plan(self, slots: int, token_budget: int) -> Plan:
@@ -284,6 +288,11 @@ class FeatherScheduler:
         planned, tickets, activated = self._planned, self._tickets, self._activated
         self._planned, self._tickets = [], []
         ran = set(admitted)
+        if self._forced and planned[0] in ran:
+            if self._passes >= tickets[0].since + self._max_passes:
+                self.counters.forced_by_passes += 1
+            else:
+                self.counters.forced_by_wait += 1
         newest = -1
         joined: list[Hashable] = []
         joined_tickets: list[Ticket] = []
@@ -306,6 +315,7 @@ class FeatherScheduler:
         by_choice = ran.issuperset(planned) and self._stop in (Stop.HELD, Stop.POLICY)
         if by_choice or oldest.seq < newest:
             self._passes += 1
+            self.counters.passed_over += 1
         self._deadline = oldest.since + self._max_passes
         self._deadline_s = oldest.since_s + self._max_wait_s
         self._settled = by_choice and not planned

@@ -92,6 +92,7 @@ class Settings:
     )
     state: str = _setting("", "file in which a learned policy keeps what it has learned; empty: none")
     state_period_s: int = _setting(60, "seconds between two saves of the state file", low=1)
+    log_interval_s: int = _setting(60, "seconds between two lines of Feather's in the log; 0: none", low=0)
     trace: str = _setting("", "file to which every admission pass is written as a line of JSON; empty: none")
 
     @classmethod

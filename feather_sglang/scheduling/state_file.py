@@ -38,6 +38,8 @@ class StateFile:
         self.path = Path(path)
         self._period_s = period_s
         self._identity = dict(identity)
+        #: How often it was written so far. For metrics.
+        self.saves = 0
         self._saved_s: float | None = None
         self._last: Snapshot | None = None
         self._failed = False
@@ -132,6 +134,7 @@ class StateFile:
                 logger.error("%s: what was learned cannot be saved: %s; serving goes on.", self.path, error)
             self._failed = True
         else:
+            self.saves += 1
             self._failed = False
 
     def _sync_folder(self) -> None:

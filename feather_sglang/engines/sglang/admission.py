@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from feather_sglang.engines.sglang.controller import Controller, controller_of
+from feather_sglang.engines.sglang.controller import Controller, controller_of, fell_back
 from feather_sglang.engines.sglang.ranks import News
 
 
@@ -45,6 +45,7 @@ def around_calc_priority(
     """``SchedulePolicy.calc_priority``: Feather's plan goes to the head of the queue, the rest keeps its order."""
     controller = controller_of(policy)
     if controller is None or not controller.order(waiting_queue, *args, **kwargs):
+        fell_back(policy)
         original(policy, waiting_queue, *args, **kwargs)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
 import time
 from array import array
@@ -27,6 +28,7 @@ from feather_sglang.scheduling import BatchingPolicy, FeatherScheduler, Plan, Se
 from feather_sglang.scheduling.decode_meter import DecodeMeter
 from feather_sglang.scheduling.memory import Memory
 from feather_sglang.scheduling.policies import make_policy
+from feather_sglang.scheduling.scheduler import Stop
 from feather_sglang.scheduling.state_file import StateFile
 
 logger = logging.getLogger(__name__)
@@ -35,6 +37,10 @@ _ATTRIBUTE = "_feather_controller"
 _MATCHED = "waiting_queue_prefix_matched"
 # Different failures whose traceback is logged. Each is logged once, but their texts may differ without end.
 _MAX_LOGGED = 20
+# Counts are reported so often at most.
+_REPORT_S = 1.0
+
+Reporter = Callable[["Controller"], None]
 
 
 def controller_of(owner: Any) -> Controller | None:
@@ -47,6 +53,13 @@ def attached_to(owner: Any) -> Controller | None:
     """The same, in charge or not."""
     controller: Controller | None = owner.__dict__.get(_ATTRIBUTE)
     return controller
+
+
+def fell_back(policy: Any) -> None:
+    """SGLang's own policy plans this pass: count it, if there is a controller, whether or not it has given up."""
+    controller = attached_to(policy)
+    if controller is not None:
+        controller.fell_back()
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -79,11 +92,16 @@ class Controller:
         self._scheduler = scheduler
         self._settings = settings
         self._core = self._new_core()
+        self.counters = self._core.counters
         self._cached: dict[Any, tuple[int, int]] = {}  # prefilling request -> (outputs at admission, tokens cached)
         self._planned: set[Any] = set()
         self._admitted: list[Any] = []
-        self.hook_s = 0.0  # seconds in Feather's hooks and passes so far, kept by TimedController
+        self.hook_s = 0.0  # seconds in Feather's part of all passes so far
+        self._counted_s = 0.0  # of these, what the counters have
+        self._began_s = 0.0
         self.passes = 0
+        self._reporters: list[Reporter] = []
+        self._report_at_s = math.inf
         self._next_place = 0
         self._places = array("q")  # of SGLang's queue, but for those in front
         self._in_front = 0  # requests at the head of SGLang's queue that a plan put there and SGLang left
@@ -213,9 +231,10 @@ class Controller:
     def begin_pass(self) -> None:
         """A scheduling pass begins; whatever ran before it is over."""
         self.passes += 1
+        self._began_s = time.perf_counter()
         try:
             if self._meter is not None:
-                self._meter.begin(time.perf_counter())
+                self._meter.begin(self._began_s)
         except Exception:
             self._lost("measuring")
             self._meter = None
@@ -260,6 +279,8 @@ class Controller:
             or not scheduler.waiting_queue
             or scheduler.chunked_req is not None
         ):
+            if not scheduler.waiting_queue:
+                self._note_leavers(running_batch)
             return False
         try:
             self._observe(running_batch)
@@ -267,11 +288,14 @@ class Controller:
         except Exception:
             self._failed("looking for changes")
             return False
+        finally:
+            self.hook_s += time.perf_counter() - self._began_s
 
     def order(self, waiting_queue: list[Any], running_batch: Any = None, *_: Any, **__: Any) -> bool:
         """Plan this pass and put the plan first in the queue; ``False`` to leave the pass to SGLang."""
         scheduler = self._scheduler
         running_batch = scheduler.running_batch if running_batch is None else running_batch
+        started = time.perf_counter()
         try:
             self._observe(running_batch)
             slots = scheduler.max_running_requests - len(running_batch.reqs) - (scheduler.chunked_req is not None)
@@ -288,6 +312,8 @@ class Controller:
         except Exception:
             self._failed("planning")
             return False
+        finally:
+            self.hook_s += time.perf_counter() - started
         Controller.in_pass = self
         return True
 
@@ -310,7 +336,7 @@ class Controller:
         return result
 
     def end_pass(self, prefill: bool, running: int) -> None:
-        """Tell Feather what SGLang really admitted, if a plan was asked for.
+        """Tell Feather what SGLang really admitted, if a plan was asked for, and count.
 
         Args:
             prefill: whether SGLang prefills next, instead of decoding.
@@ -318,18 +344,29 @@ class Controller:
         """
         if self._meter is not None:
             self._measure(self._meter, prefill, running)
-        if Controller.in_pass is not self:
-            return
-        Controller.in_pass = None
+        if Controller.in_pass is self:
+            Controller.in_pass = None
+            started = time.perf_counter()
+            self._close_plan()
+            self.hook_s += time.perf_counter() - started
+        try:
+            self._count(prefill, running)
+        except Exception:
+            self._lost("counting")
+
+    def _close_plan(self) -> None:
+        core = self._core
         admitted, self._admitted = self._admitted, []
         try:
-            self._core.confirm(admitted)
+            core.confirm(admitted)
             for req in admitted:
                 if req in self._planned:
                     self._in_front -= 1
                 else:
-                    self._core.admit(req)  # on an empty batch, outside the plan
+                    core.admit(req)  # on an empty batch, outside the plan
                 self._cached[req] = (len(req.output_ids), -1)
+            stopped = core.last_stop is Stop.POLICY
+            self.counters.decided(self._settings.policy, len(admitted), stopped, core.tree.num_active)
         except Exception:
             self._failed("closing a pass")
             return
@@ -346,6 +383,7 @@ class Controller:
             measured = meter.take() if self._admitted else None
             if measured is not None and self._speaker is not None:
                 self._speaker.reward(self._core.interval, *measured)
+                self.counters.reward = measured[0]
             meter.end(prefill, running)
         except Exception:
             self._lost("measuring")
@@ -407,7 +445,71 @@ class Controller:
         places = [req._feather_place for req in queue[self._in_front :]]
         assert places == sorted(places) == list(self._places) and self._in_front >= 0
 
+    # --------------------------------------------------------------- counting
+
+    def _count(self, prefill: bool, running: int) -> None:
+        """What this pass took, and the decode step that follows it. O(1), whatever waits."""
+        if self.hook_s != self._counted_s:
+            self.counters.pass_s.add(self.hook_s - self._counted_s)
+            self._counted_s = self.hook_s
+        if running and not prefill:
+            self.counters.decodes(running, self._core.tree.common_depth)
+        if self._began_s >= self._report_at_s:
+            self.report()
+
+    def counts(self) -> dict[str, int | float]:
+        """What was counted since the start, whether or not anybody reports it. O(1)."""
+        if self._state is not None:
+            self.counters.state_saves = self._state.saves
+        return {**self.counters.totals(), "exploration_share": self._core.policy.exploration_share}
+
+    @property
+    def policy(self) -> str:
+        """Name of the batching policy that decides now."""
+        return self._settings.policy
+
+    @property
+    def waiting(self) -> int:
+        """Requests in SGLang's waiting queue."""
+        return len(self._scheduler.waiting_queue)
+
+    @property
+    def shared_tokens(self) -> int:
+        """Tokens that all running requests share, in whole chunks; 0 with fewer than two."""
+        tree = self._core.tree
+        return tree.common_depth * self._settings.chunk_size if tree.num_active > 1 else 0
+
+    def report_to(self, reporter: Reporter) -> None:
+        """Call it about once a second while passes go on, and when Feather gives up. It is dropped if it raises."""
+        self._reporters.append(reporter)
+        self._report_at_s = 0.0
+
+    def report(self) -> None:
+        """Report now."""
+        self._report_at_s = time.perf_counter() + _REPORT_S if self._reporters else math.inf
+        for reporter in list(self._reporters):
+            try:
+                reporter(self)
+            except Exception:
+                self._lost("reporting what it counted")
+                self._reporters.remove(reporter)
+
+    def fell_back(self) -> None:
+        """SGLang's own policy plans this pass."""
+        self.counters.fallback_passes += 1
+        if self.disabled and time.perf_counter() >= self._report_at_s:  # no pass of Feather's ends any more
+            self.report()
+
     # ------------------------------------------------------- what has changed
+
+    def _note_leavers(self, running_batch: Any) -> None:
+        """With nobody waiting no plan looks for changes, and those who left would still count. O(1) if none did."""
+        chunked = self._scheduler.chunked_req is not None
+        if self._core.tree.num_active != len(running_batch.reqs) + chunked:
+            try:
+                self._observe(running_batch)
+            except Exception:
+                self._failed("looking for changes")
 
     def _observe(self, running_batch: Any) -> None:
         self._observe_waiting()
@@ -490,6 +592,7 @@ class Controller:
         """
         Controller.in_pass = None
         self.failures += 1
+        self.counters.failures += 1
         self._log(f"Feather failed while {doing}; SGLang's own policy takes this pass over.")
         if self.failures >= self._settings.max_failures and not self.disabled:
             self.disabled, self.why = True, "failures"
@@ -504,6 +607,7 @@ class Controller:
         """Forget every request: the next pass finds them anew."""
         learned, now_s = self._core.policy, self._core.now_s
         self._core = self._new_core()
+        self._core.counters = self.counters
         self._core.tick(now_s)
         with suppress(Exception):  # a policy that cannot say what it has learned starts afresh
             self._core.policy.restore(learned.snapshot())
@@ -512,6 +616,8 @@ class Controller:
         self._admitted = []
         self._places = array("q")
         self._in_front = 0
+        if self.disabled:
+            self.report()
 
     def _lost(self, doing: str) -> None:
         """Called in an ``except`` clause, for what only this rank does; decisions go on unchanged."""

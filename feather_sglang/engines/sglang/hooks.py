@@ -127,6 +127,13 @@ _POLICY = "sglang.srt.managers.schedule_policy.SchedulePolicy"
 #: What the functions above read. No process has these objects before it serves, so they are looked for in the source.
 READS: tuple[Reads, ...] = (
     Reads(_SCHEDULER, ("waiting_queue", "running_batch", "chunked_req", "policy", "schedule_policy", "tree_cache")),
+    Reads(_SCHEDULER, ("metrics_collector",), since="0.5.13"),
+    Reads(
+        "sglang.srt.observability.scheduler_metrics_mixin.SchedulerMetricsMixin",
+        ("metrics_collector",),
+        until="0.5.12.post1",
+    ),
+    Reads("sglang.srt.observability.metrics_collector.SchedulerMetricsCollector", ("labels",)),
     Reads(_SCHEDULER, ("max_running_requests", "max_prefill_tokens", "chunked_prefill_size", "server_args")),
     Reads(_SCHEDULER, ("tp_worker", "token_to_kv_pool_allocator", "tp_group", "tp_cpu_group")),
     Reads(_SCHEDULER, ("tp_rank", "tp_size", "dp_rank"), until="0.5.12.post1"),

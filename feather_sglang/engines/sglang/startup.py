@@ -12,8 +12,9 @@ from typing import Any
 
 import feather_sglang
 from feather_sglang import compiling
-from feather_sglang.engines.sglang import arguments, releases
+from feather_sglang.engines.sglang import arguments, metrics, releases
 from feather_sglang.engines.sglang.controller import Controller
+from feather_sglang.engines.sglang.log_line import LogLine
 from feather_sglang.engines.sglang.timed import TimedController
 from feather_sglang.engines.sglang.weights import weight_tokens
 from feather_sglang.scheduling import Settings, SettingsError
@@ -70,6 +71,8 @@ def around_init_schedule_policy(original: Callable[..., Any], scheduler: Any) ->
     except (OSError, SettingsError) as error:
         raise RuntimeError(f"feather-sglang: {error}") from error
     controller.attach()
+    if rank == 0:
+        _report(controller, scheduler, settings)
     logger.info(
         "Feather is scheduling: feather-sglang %s (%s), sglang %s, slots %d, fallback %s, %s",
         feather_sglang.__version__,
@@ -80,6 +83,15 @@ def around_init_schedule_policy(original: Callable[..., Any], scheduler: Any) ->
         settings,
     )
     return result
+
+
+def _report(controller: Controller, scheduler: Any, settings: Settings) -> None:
+    """To SGLang's metrics, where they are on, and to the log."""
+    exporter = metrics.exporter(scheduler)
+    if exporter is not None:
+        controller.report_to(exporter)
+    if settings.log_interval_s:
+        controller.report_to(LogLine(settings.log_interval_s))
 
 
 def _own_files(settings: Settings, dp_rank: int | None) -> Settings:

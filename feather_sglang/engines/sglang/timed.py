@@ -1,4 +1,4 @@
-"""A controller that also measures its own share of the scheduler's time. Used where a trace is written."""
+"""A controller that also measures how long its answers to SGLang's offers take. Used where a trace is written."""
 
 from __future__ import annotations
 
@@ -10,23 +10,7 @@ from feather_sglang.engines.sglang.controller import Controller
 
 
 class TimedController(Controller):
-    """Adds up the seconds spent in each of Feather's hooks; decisions do not depend on them."""
-
-    def nothing_to_do(self, running_batch: Any) -> bool:
-        """See :class:`Controller`."""
-        started = time.perf_counter()
-        try:
-            return super().nothing_to_do(running_batch)
-        finally:
-            self.hook_s += time.perf_counter() - started
-
-    def order(self, waiting_queue: list[Any], running_batch: Any = None, *args: Any, **kwargs: Any) -> bool:
-        """See :class:`Controller`."""
-        started = time.perf_counter()
-        try:
-            return super().order(waiting_queue, running_batch, *args, **kwargs)
-        finally:
-            self.hook_s += time.perf_counter() - started
+    """Offers are many and each answer is quick: only here are they worth two looks at the clock each."""
 
     def offer(self, add_one_req: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
         """See :class:`Controller`; SGLang's own part is not counted."""
@@ -42,9 +26,3 @@ class TimedController(Controller):
             return super().offer(original, adder, req, *args, **kwargs)
         finally:
             self.hook_s += time.perf_counter() - started
-
-    def end_pass(self, prefill: bool, running: int) -> None:
-        """See :class:`Controller`."""
-        started = time.perf_counter()
-        super().end_pass(prefill, running)
-        self.hook_s += time.perf_counter() - started
