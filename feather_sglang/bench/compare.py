@@ -117,14 +117,15 @@ def by_traffic(rows: Iterable[Row]) -> Iterator[list[Row]]:
         yield list(group)
 
 
+#: Field, head, width, and what its unit is multiplied with.
 _COLUMNS = (
-    ("requests_per_s", "requests/s", 1),
-    ("output_tokens_per_s", "output tok/s", 1),
-    ("ttft_p50_ms", "TTFT p50 s", 1e-3),
-    ("ttft_p99_ms", "TTFT p99 s", 1e-3),
-    ("tpot_p50_ms", "TPOT p50 ms", 1),
-    ("tpot_p99_ms", "TPOT p99 ms", 1),
-    ("cached_share", "from cache %", 100),
+    ("requests_per_s", "requests/s", 12, 1),
+    ("output_tokens_per_s", "output tok/s", 14, 1),
+    ("ttft_p50_ms", "TTFT p50 s", 12, 1e-3),
+    ("ttft_p99_ms", "p99 s", 11, 1e-3),
+    ("tpot_p50_ms", "TPOT p50 ms", 13, 1),
+    ("tpot_p99_ms", "p99 ms", 11, 1),
+    ("cached_share", "cached %", 11, 100),
 )
 
 
@@ -141,26 +142,27 @@ def _lines(rows: Sequence[Row]) -> Iterator[str]:
         f"{first.workload}, {first.arrivals}: {first.requests} requests, {times}; "
         f"at most {first.most_cached:.1%} of the prompt tokens can come from cache"
     )
-    heads = [head for _, head, _ in _COLUMNS]
     yield (
-        f"{'policy':<11}"
-        + "".join(f"{head:>13}" for head in heads)
+        f"{'policy':<10}"
+        + "".join(f"{head:>{width}}" for _, head, width, _ in _COLUMNS)
         + (f"{'feather is':>12}{'its TTFT':>10}{'done':>6}{'failed':>8}{'differing':>11}")
     )
     feather = next((row for row in rows if row.policy == "feather"), None)
     for row in rows:
-        spreads = [(getattr(row, name), scale) for name, _, scale in _COLUMNS]
-        yield (
-            f"{row.policy:<11}"
-            + "".join(f"{_figure(each.median * scale):>13}" for each, scale in spreads)
-            + (
-                f"{_ratio(feather, row, 'output_tokens_per_s'):>12}{_ratio(feather, row, 'ttft_p50_ms'):>10}"
-                f"{row.completed:>6}{row.failed:>8}{row.differing:>11}"
-            )
+        yield f"{row.policy:<10}{_cells(row, 'median')}" + (
+            f"{_ratio(feather, row, 'output_tokens_per_s'):>12}{_ratio(feather, row, 'ttft_p50_ms'):>10}"
+            f"{row.completed:>6}{row.failed:>8}{row.differing:>11}"
         )
         if row.runs > 1:
-            ranges = [f"{_figure(each.lowest * scale)}-{_figure(each.highest * scale)}" for each, scale in spreads]
-            yield f"{'':<11}" + "".join(f"{each:>13}" for each in ranges)
+            yield f"{'':<10}{_cells(row, 'lowest', 'highest')}"
+
+
+def _cells(row: Row, *of_spread: str) -> str:
+    cells = []
+    for name, _, width, scale in _COLUMNS:
+        figures = [_figure(getattr(getattr(row, name), each) * scale) for each in of_spread]
+        cells.append(f"{'-'.join(figures):>{width}}")
+    return "".join(cells)
 
 
 def _figure(value: float) -> str:

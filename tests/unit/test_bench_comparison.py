@@ -209,6 +209,7 @@ def test_locality_measures_its_settings_and_draws_them(pretended, tmp_path, caps
     ],
 )
 def test_bad_use_of_bench_serving_is_one_line(arguments, message, capsys):
+    pytest.importorskip("sglang")
     assert cli.main(["bench", "serving", *arguments]) == 2
     out, err = capsys.readouterr()
     assert not out and message in err and err.count("\n") == 1
