@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import math
 import os
 import sys
 import warnings
@@ -11,6 +13,10 @@ from pathlib import Path
 
 from feather_sglang.engines.sglang import platform
 from feather_sglang.engines.sglang.platform import PLATFORM_NAME, PLATFORM_VARIABLE
+
+NEEDS_SGLANG = "this needs sglang; run: pip install 'feather-sglang[sglang]'"
+
+Commands = argparse._SubParsersAction  # an alias: it takes parameters only for type checkers
 
 
 def report(text: str, as_json: str, target: str | None) -> int:
@@ -53,7 +59,29 @@ def positive(text: str) -> int:
     return value
 
 
-def writable(path: Path) -> bool:
+def positive_number(text: str) -> float:
+    """An argument that must be a positive, finite number."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"must be a positive, finite number, got {text!r}")
+    return value
+
+
+def refused_outputs(*paths: Path | str | None, plots: Iterable[Path | str | None]) -> str | None:
+    """A line about the first file that can't be written, or about matplotlib, without which nothing is drawn."""
+    drawn = [path for path in plots if path]
+    for path in (*paths, *drawn):
+        if path and path != "-" and not _writable(Path(path)):
+            return f"can't write '{path}'"
+    if drawn and importlib.util.find_spec("matplotlib") is None:
+        return "drawing needs matplotlib; run: pip install 'feather-sglang[plots]'"
+    return None
+
+
+def _writable(path: Path) -> bool:
     """Whether a file can be written there, without leaving one."""
     return not path.is_dir() and os.access(path if path.exists() else path.parent, os.W_OK)
 

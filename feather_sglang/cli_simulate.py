@@ -5,14 +5,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import importlib.util
-import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from feather_sglang import cli_shared
-from feather_sglang.cli_shared import bad_use, positive, say, unknown_name, writable
+from feather_sglang.cli_shared import Commands, bad_use, positive, positive_number, refused_outputs, say, unknown_name
 from feather_sglang.scheduling import Settings, SettingsError
 from feather_sglang.scheduling.policy import default_min_batch
 from feather_sglang.simulation import recommend, report
@@ -24,10 +22,8 @@ from feather_sglang.simulation.page import page
 from feather_sglang.simulation.profiles import ProfileError, hardware_names, load_hardware, load_model, model_names
 from feather_sglang.simulation.run import Setup, run_all
 from feather_sglang.simulation.scenarios import SCENARIOS, make_scenario
-from feather_sglang.simulation.traces import TraceError, read_trace
+from feather_sglang.simulation.traces import Trace, TraceError, read_trace
 from feather_sglang.simulation.workload import Workload
-
-Commands = argparse._SubParsersAction  # an alias: it takes parameters only for type checkers
 
 # Malformed lines that are named one by one.
 _SHOWN_LINES = 5
@@ -58,7 +54,7 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
         "request dump of SGLang (a .pkl file, or a folder of them). Everything printed is simulated.",
     )
     replay.add_argument("trace", metavar="TRACE", type=Path)
-    replay.add_argument("--speedup", type=_positive_number, default=1.0, help="of the arrivals (default: 1)")
+    replay.add_argument("--speedup", type=positive_number, default=1.0, help="of the arrivals (default: 1)")
     replay.add_argument("--requests", type=positive, metavar="N", help="only the first N (default: all)")
     replay.add_argument("--strict", action="store_true", help="stop at the first malformed line")
     replay.add_argument("--html", metavar="FILE", type=Path, help="write a report page, one self-contained file")
@@ -109,13 +105,18 @@ def _simulate(args: argparse.Namespace) -> int:
 
 def _replay(args: argparse.Namespace) -> int:
     trace = read_trace(args.trace, requests=args.requests, speedup=args.speedup, strict=args.strict)
+    tell_left_out(args.trace, trace)
+    return _run(args, trace.workload, functools.partial(_workload_of, args.trace, args.requests, args.speedup))
+
+
+def tell_left_out(path: Path, trace: Trace) -> None:
+    """Name the malformed lines of a trace, if there are any, as progress."""
     for number, why in trace.bad_lines[:_SHOWN_LINES]:
-        say(f"{args.trace}:{number}: {why}; left out")
+        say(f"{path}:{number}: {why}; left out")
     if trace.bad_lines:
         numbers = [str(number) for number, _ in trace.bad_lines]
         more = ", ..." if len(numbers) > 20 else ""
         say(f"malformed lines left out: {len(numbers)} (lines {', '.join(numbers[:20])}{more})")
-    return _run(args, trace.workload, functools.partial(_workload_of, args.trace, args.requests, args.speedup))
 
 
 def _workload_of(path: Path, requests: int | None, speedup: float) -> Workload:
@@ -128,7 +129,9 @@ def _run(args: argparse.Namespace, workload: Workload, make: Callable[[], Worklo
     if unknown:
         raise BadUse(unknown)
     html = getattr(args, "html", None)
-    _check_outputs(args.json, args.plot, html)
+    refusal = refused_outputs(args.json, plots=[args.plot, html])
+    if refusal:
+        raise BadUse(refusal)
     setup = _setup(args, workload)
     runs = [(policy, setup.settings) for policy in policies]
     trials = recommend.min_batches(setup.engine.max_running) if html and _TRIED in policies else []
@@ -181,14 +184,6 @@ def _setup(args: argparse.Namespace, workload: Workload) -> Setup:
     return Setup(hardware, model, engine, Settings.parse({**weights, **given}, "--set"))
 
 
-def _check_outputs(json: str | None, plot: Path | None, html: Path | None) -> None:
-    for path in (Path(json) if json and json != "-" else None, plot, html):
-        if path is not None and not writable(path):
-            raise BadUse(f"can't write '{path}'")
-    if (plot or html) and importlib.util.find_spec("matplotlib") is None:
-        raise BadUse("--plot and --html need matplotlib; run: pip install 'feather-sglang[plots]'")
-
-
 def _progress(runs: int, requests: int) -> Callable[[Sequence[int]], None]:
     """A bar in place on a terminal; elsewhere a line whenever another tenth is done."""
     terminal = sys.stderr.isatty()
@@ -212,18 +207,8 @@ def _chunk(text: str) -> int | None:
     return None if text == "-1" else positive(text)
 
 
-def _positive_number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and value > 0):
-        raise argparse.ArgumentTypeError(f"must be a positive, finite number, got {text!r}")
-    return value
-
-
 def _share(text: str) -> float:
-    value = _positive_number(text)
+    value = positive_number(text)
     if value > 1:
         raise argparse.ArgumentTypeError(f"must be at most 1, got {text!r}")
     return value

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from markers import ROOT, fill
 
-from feather_sglang.bench import batches, locality
+from feather_sglang.bench import batches, compare
 
 
 def main() -> int:
@@ -18,10 +18,10 @@ def main() -> int:
         return 2
     report = json.loads(Path(sys.argv[1]).read_text())
     batch_rows = [batches.BatchRow(**row) for row in report["batches"]]
-    rows = [locality.Row(**row) for row in report["rows"]]
+    rows = [compare.Row.from_dict(row) for row in report["rows"]]
     tables = {"batches": batches.table(batch_rows)} if batch_rows else {}
     if rows:
-        tables["workloads"] = locality.table(rows)
+        tables["workloads"] = compare.table(rows)
     return fill(ROOT / "docs" / "locality.md", tables)
 
 

@@ -12,8 +12,10 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import aiohttp
+if TYPE_CHECKING:
+    import aiohttp  # comes with sglang
 
 #: Requests, and the prefixes among them; the last is a homogeneous batch and one divergent request.
 BATCHES = ((8, 1), (8, 8), (16, 1), (16, 8), (32, 1), (32, 8), (64, 1), (64, 8))
@@ -107,6 +109,8 @@ def _decode_rate(tracks: Sequence[Track]) -> float:
 
 
 async def _send(url: str, prompts: list[list[int]], output_tokens: int) -> list[Track]:
+    import aiohttp
+
     timeout = aiohttp.ClientTimeout(total=600)
     connector = aiohttp.TCPConnector(limit=len(prompts))
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:

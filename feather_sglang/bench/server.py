@@ -19,12 +19,13 @@ from types import TracebackType
 
 LAUNCHER = (sys.executable, "-m", "feather_sglang.launch_server")
 
-_START_S = 300
+#: For loading a model of some megabytes, on a busy machine.
+PATIENCE_S = 300
 _STOP_S = 20
 
 
 class ServerError(RuntimeError):
-    """The server did not come up; the message ends with the tail of its log."""
+    """The server did not come up, or it died; the message names its log and ends with the tail of it."""
 
 
 def free_port() -> int:
@@ -53,9 +54,10 @@ class Server:
         log: file that gets the server's output.
         environment: variables on top of this process's own.
         launcher: the command that takes these flags.
+        patience_s: for loading the model, until it answers.
 
     Raises:
-        ServerError: it ended, or was not healthy within five minutes.
+        ServerError: it ended, or was not healthy in time.
     """
 
     def __init__(
@@ -64,10 +66,12 @@ class Server:
         log: Path,
         environment: dict[str, str] | None = None,
         launcher: Sequence[str] = LAUNCHER,
+        patience_s: int = PATIENCE_S,
     ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
+        self._patience_s = patience_s
         self._command = [*launcher, "--host", "127.0.0.1", "--port", str(self.port), *arguments]
         self._environment = {**os.environ, "HF_HUB_OFFLINE": "1", **(environment or {})}
         self._process: subprocess.Popen[bytes] | None = None
@@ -100,26 +104,38 @@ class Server:
             raise
 
     def _wait(self) -> None:
-        assert self._process is not None
-        for _ in range(_START_S):
-            if self._process.poll() is not None:
-                raise ServerError(f"the server ended with code {self._process.returncode}\n{self.tail()}")
+        for _ in range(self._patience_s):
+            self.check()
             with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):
                 urllib.request.urlopen(self.url + "/health", timeout=5).close()
                 return
             time.sleep(1)
-        raise ServerError(f"the server was not healthy after {_START_S} s\n{self.tail()}")
+        raise self._error(f"the server was not healthy after {self._patience_s} s")
+
+    def check(self) -> None:
+        """Raises ``ServerError`` if it has ended."""
+        if self._process is not None and self._process.poll() is not None:
+            raise self._error(f"the server ended with code {self._process.returncode}")
+
+    def _error(self, what: str) -> ServerError:
+        return ServerError(f"{what}; its log {self.log} ends with:\n{self.tail()}")
 
     def stop(self) -> None:
         """End the server and every process it spawned."""
         if self._process is not None:
-            for number in (signal.SIGTERM, signal.SIGKILL):
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(self._process.pid, number)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._process.wait(_STOP_S)
+            try:
+                self._end(self._process, signal.SIGTERM)
+            finally:  # on a second Ctrl-C as well
+                self._end(self._process, signal.SIGKILL)
             self._process = None
         self._folder.cleanup()
+
+    @staticmethod
+    def _end(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_STOP_S)
 
     @property
     def pid(self) -> int:

@@ -1,19 +1,57 @@
-"""One workload against one real server per policy, with SGLang's own ``bench_serving`` as the client."""
+"""Traffic against a real server, with SGLang's own ``bench_serving`` as the client."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from feather_sglang.bench.progress import ticking
 from feather_sglang.bench.server import Server
+from feather_sglang.bench.tiny_model import TINY, Shape
+
+POLICIES = ("fcfs", "lpm", "dfs-weight", "feather")
+
+#: A tiny model's server without a GPU.
+CPU = ("--device=cpu", "--dtype=float32", "--mem-fraction-static=0.3")
+#: The demo's: small enough for two cores, and its KV holds less than a quarter of what its prompts have to compute.
+KV_PRESSURE = ("--max-total-tokens=20000", "--max-running-requests=16")
+TORCH_NATIVE = (*CPU, "--attention-backend=torch_native")
+CPU_FLAGS = (*TORCH_NATIVE, *KV_PRESSURE)
+
+#: Seconds in which a server that took the client with it is found dead.
+_DYING_S = 5
+
+
+class Traffic(Protocol):
+    """What a client sends."""
+
+    @property
+    def requests(self) -> int:
+        """How many."""
+
+    @property
+    def arrivals(self) -> str:
+        """When they arrive, for a table."""
+
+    @property
+    def most_cached(self) -> float:
+        """The largest possible share of prompt tokens from cache: nothing is computed twice."""
+
+    def client(self, folder: Path) -> list[str]:
+        """The client's module and its arguments for this traffic; what it reads is put into the folder."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """What it is, for machines."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +68,53 @@ class Workload:
     rate: float | None = None
 
     @property
+    def requests(self) -> int:
+        """Of all groups together."""
+        return self.groups * self.per_group
+
+    @property
+    def arrivals(self) -> str:
+        """The rate."""
+        return "at once" if self.rate is None else f"{self.rate:g}/s"
+
+    @property
     def most_cached(self) -> float:
         """The largest possible share of prompt tokens from cache: every prefix is computed once."""
         shared = (self.per_group - 1) * self.prefix_tokens
         return shared / (self.per_group * (self.prefix_tokens + self.suffix_tokens))
+
+    def client(self, folder: Path) -> list[str]:
+        """SGLang's client as it is."""
+        return [
+            *("sglang.bench_serving", "--dataset-name=generated-shared-prefix", f"--seed={self.seed}"),
+            *(f"--gsp-num-groups={self.groups}", f"--gsp-prompts-per-group={self.per_group}"),
+            *(f"--gsp-system-prompt-len={self.prefix_tokens}", f"--gsp-question-len={self.suffix_tokens}"),
+            *(f"--gsp-output-len={self.output_tokens}", "--tokenize-prompt"),
+            f"--request-rate={'inf' if self.rate is None else self.rate}",
+        ]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A server, and what it is driven with: one traffic after the other."""
+
+    name: str
+    traffic: tuple[Traffic, ...]
+    #: What belongs to the workload, whatever the model.
+    flags: tuple[str, ...] = ()
+    #: With the tiny model only, whose shape this is.
+    cpu_flags: tuple[str, ...] = TORCH_NATIVE
+    shape: Shape = TINY
+
+    def as_dict(self) -> dict[str, Any]:
+        """For machines."""
+        traffic = [each.as_dict() for each in self.traffic]
+        shape = asdict(self.shape)
+        return {"name": self.name, "flags": self.flags, "cpu_flags": self.cpu_flags, "shape": shape, "traffic": traffic}
 
 
 @dataclass(frozen=True)
@@ -42,97 +123,124 @@ class Result:
 
     policy: str
     completed: int
+    failed: int
     requests_per_s: float
     output_tokens_per_s: float
-    ttft_median_ms: float
+    ttft_p50_ms: float
     ttft_p99_ms: float
+    tpot_p50_ms: float
+    tpot_p99_ms: float
     cached_share: float
     #: The generated texts, in the order of the data set.
     texts: tuple[str, ...] = field(default=(), repr=False)
 
 
-#: The demo's server: small enough for two cores, and its KV holds a fifteenth of the workload's tokens.
-CPU_FLAGS = (
-    "--device=cpu",
-    "--attention-backend=torch_native",
-    "--dtype=float32",
-    "--mem-fraction-static=0.3",
-    "--max-total-tokens=20000",
-    "--max-running-requests=16",
-)
+#: Sends traffic to a server and measures.
+Drive = Callable[[Traffic], Result]
+#: Serves a setting with a policy for as long as the context lasts.
+Serve = Callable[[Setting, str], contextlib.AbstractContextManager[Drive]]
 
 
-def run_policy(policy: str, model: Path, flags: Sequence[str], workload: Workload, *, log: Path) -> Result:
-    """Start a server with this policy, drive it, stop it. Raises ``ServerError`` or ``CalledProcessError``."""
-    server = Server([f"--model-path={model}", f"--schedule-policy={policy}", *flags], log)
-    with ticking(f"{policy}: starting the server (log: {log})"):
+class Endpoint(Protocol):
+    """A server that answers."""
+
+    @property
+    def url(self) -> str:
+        """Without a slash at its end."""
+
+    def check(self) -> None:
+        """Raises ``ServerError`` if it is known to be dead."""
+
+
+@contextlib.contextmanager
+def served(policy: str, server: Server) -> Iterator[Server]:
+    """A server from its start to its end, with progress. Raises ``ServerError``."""
+    with ticking(f"{policy}: starting the server (log: {server.log})"):
         server.start()
     try:
-        with ticking(f"{policy}: serving {workload.groups * workload.per_group} requests"):
-            return drive(policy, server, model, workload)
+        yield server
     finally:
         server.stop()
 
 
-def drive(policy: str, server: Server, model: Path, workload: Workload) -> Result:
-    """Send the workload to a running server, whose prefix cache is emptied first.
+def run_policy(policy: str, model: Path, flags: Sequence[str], workload: Workload, *, log: Path) -> Result:
+    """Start a server with this policy, drive it, stop it. Raises as :func:`drive`."""
+    with served(policy, Server([f"--model-path={model}", f"--schedule-policy={policy}", *flags], log)) as server:
+        return drive(policy, server, workload, str(model))
 
-    Raises ``RuntimeError`` with the client's last lines if it failed.
+
+def drive(policy: str, server: Endpoint, traffic: Traffic, model: str | None = None) -> Result:
+    """Send traffic to a running server, whose prefix cache is emptied first.
+
+    Args:
+        policy: for the result, and for what is said meanwhile.
+        server: the one to drive.
+        traffic: what to send.
+        model: whose tokenizer the client takes; default: the one that the server names.
+
+    Raises:
+        ServerError: the server died.
+        RuntimeError: the client failed; with its last lines.
     """
-    rate = "inf" if workload.rate is None else str(workload.rate)
-    with tempfile.TemporaryDirectory(prefix="feather-client-") as folder:
-        output = Path(folder) / "result.jsonl"
-        client = subprocess.run(
-            [
-                *(sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang"),
-                *("--host", "127.0.0.1", "--port", str(server.port), "--model", str(model)),
-                *("--dataset-name", "generated-shared-prefix", "--seed", str(workload.seed)),
-                *("--gsp-num-groups", str(workload.groups), "--gsp-prompts-per-group", str(workload.per_group)),
-                *("--gsp-system-prompt-len", str(workload.prefix_tokens)),
-                *("--gsp-question-len", str(workload.suffix_tokens), "--gsp-output-len", str(workload.output_tokens)),
-                *("--request-rate", rate, "--output-details", "--output-file", str(output)),
-                *("--tokenize-prompt", "--flush-cache", "--cache-report"),
-            ],
+    with tempfile.TemporaryDirectory(prefix="feather-client-") as name:
+        folder = Path(name)
+        output = folder / "result.jsonl"
+        command = [
+            *(sys.executable, "-m", *traffic.client(folder), "--backend=sglang", f"--base-url={server.url}"),
+            *("--output-details", f"--output-file={output}", "--flush-cache", "--cache-report"),
+            *([f"--model={model}", f"--tokenizer={model}"] if model else []),
+        ]
+        with ticking(f"{policy}: serving {traffic.requests} requests, {traffic.arrivals}"):
+            _run_client(command, folder, server, hub(model))
+        return _parse(policy, traffic.requests, json.loads(output.read_text().splitlines()[-1]))
+
+
+def hub(model: str | None) -> dict[str, str]:
+    """The environment for a model: nothing is looked up on the network for one that lies on this machine."""
+    return {"HF_HUB_OFFLINE": "1" if model and Path(model).is_dir() else os.environ.get("HF_HUB_OFFLINE", "0")}
+
+
+def _run_client(command: Sequence[str], folder: Path, server: Endpoint, environment: dict[str, str]) -> None:
+    cache = os.environ.get("HF_HOME", str(Path.home() / ".cache" / "huggingface"))
+    log = folder / "client.log"
+    with log.open("w") as output:
+        client = subprocess.Popen(
+            command,
             cwd=folder,
             # The client keeps generated data sets in the home folder, and does not tell tokenizers apart.
-            env={**os.environ, "HF_HUB_OFFLINE": "1", "HOME": folder},
-            stdout=subprocess.PIPE,
+            env={**os.environ, **environment, "HF_HOME": cache, "HOME": str(folder)},
+            stdout=output,
             stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
+            start_new_session=True,
         )
-        if client.returncode != 0 or not output.exists():
-            raise RuntimeError(f"bench_serving failed with code {client.returncode}:\n{client.stdout[-3000:]}")
-        return _parse(policy, json.loads(output.read_text().splitlines()[-1]))
+    try:
+        while client.poll() is None:
+            server.check()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                client.wait(1)
+    finally:
+        if client.poll() is None:
+            os.killpg(client.pid, signal.SIGKILL)
+            client.wait()
+    if client.returncode == 0:
+        return
+    for _ in range(_DYING_S):
+        server.check()
+        time.sleep(1)
+    raise RuntimeError(f"bench_serving failed with code {client.returncode}:\n{log.read_text()[-3000:]}")
 
 
-def _parse(policy: str, measured: dict[str, Any]) -> Result:
+def _parse(policy: str, requests: int, measured: dict[str, Any]) -> Result:
     return Result(
         policy=policy,
         completed=measured["completed"],
+        failed=requests - measured["completed"],
         requests_per_s=measured["request_throughput"],
         output_tokens_per_s=measured["output_throughput"],
-        ttft_median_ms=measured["median_ttft_ms"],
+        ttft_p50_ms=measured["median_ttft_ms"],
         ttft_p99_ms=measured["p99_ttft_ms"],
+        tpot_p50_ms=measured["median_tpot_ms"],
+        tpot_p99_ms=measured["p99_tpot_ms"],
         cached_share=measured["cache_report"]["total_cached_tokens"] / measured["total_input_tokens"],
         texts=tuple(measured["generated_texts"]),
     )
-
-
-def table(results: Sequence[Result]) -> str:
-    """The results, a line each, for reading."""
-    lines = [
-        f"{'policy':<12}{'requests/s':>12}{'output tok/s':>14}{'TTFT p50 s':>12}{'TTFT p99 s':>12}{'from cache':>12}"
-    ]
-    for r in results:
-        lines.append(
-            f"{r.policy:<12}{r.requests_per_s:>12.2f}{r.output_tokens_per_s:>14.1f}"
-            f"{r.ttft_median_ms / 1000:>12.2f}{r.ttft_p99_ms / 1000:>12.2f}{r.cached_share:>12.1%}"
-        )
-    return "\n".join(lines)
-
-
-def as_json(workload: Workload, results: Sequence[Result]) -> str:
-    """The results for machines."""
-    rows = [{name: value for name, value in asdict(r).items() if name != "texts"} for r in results]
-    return json.dumps({"workload": asdict(workload), "rows": rows}, indent=2)

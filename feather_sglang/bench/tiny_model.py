@@ -66,6 +66,11 @@ def make_tiny_model(folder: Path, seed: int = 0, shape: Shape = TINY) -> Path:
     return folder
 
 
+def model_in(folder: Path, shape: Shape) -> Path:
+    """``TINY`` or ``ATTENTION`` at its place in the working folder of the benchmarks."""
+    return make_tiny_model(folder / ("attention-model" if shape == ATTENTION else "model"), shape=shape)
+
+
 def _words(count: int, seed: int) -> list[str]:
     rng = random.Random(seed)
     syllables = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]

@@ -12,7 +12,8 @@ from typing import Any
 from feather_sglang.simulation.dumps import read_dump
 from feather_sglang.simulation.workload import Ask, Workload, build
 
-_MOONCAKE_BLOCK, _BAILIAN_BLOCK = 512, 16
+#: Tokens for each of the hash ids.
+MOONCAKE_BLOCK, _BAILIAN_BLOCK = 512, 16
 
 
 class TraceError(ValueError):
@@ -89,7 +90,7 @@ def _parse(record: Any) -> Ask:
     if not isinstance(record, dict):
         raise ValueError(f"must be a JSON object, got a {type(record).__name__}")
     bailian = "chat_id" in record
-    block = _BAILIAN_BLOCK if bailian else _MOONCAKE_BLOCK
+    block = _BAILIAN_BLOCK if bailian else MOONCAKE_BLOCK
     when = _number(record, "timestamp") / (1 if bailian else 1000)
     prompt, output = _count(record, "input_length"), _count(record, "output_length")
     ids = record.get("hash_ids")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from feather_sglang import cli
-from feather_sglang.bench import batches, locality
+from feather_sglang.bench import batches
 
 
 def test_groups():
@@ -22,17 +22,12 @@ def test_the_rate_counts_only_while_the_whole_batch_decodes():
         batches._decode_rate([[(0.0, 1), (1.0, 2)], [(5.0, 1), (6.0, 2)]])
 
 
-def test_the_tables_say_what_the_rows_mean():
+def test_the_table_says_what_the_rows_mean():
     rows = [batches.BatchRow(*kind, 100.0 * kind[0] / kind[1], (1.0, 2.0)) for kind in batches.BATCHES]
     rows.append(batches.BatchRow(*batches.DIVERGENT, 600.0, (1.0, 2.0)))
     text = batches.table(rows)
     assert "8 of one prefix beside 64 of eight: 1.00 times" in text
     assert "one divergent request more in a batch of 8: the step takes +50%" in text
-    rows = [
-        locality.Row("main", "at once", p, rate, (1.0, 2.0), 0.5, 10.0, 0)
-        for p, rate in (("fcfs", 50.0), ("feather", 100.0))
-    ]
-    assert "2.00 x" in locality.table(rows).splitlines()[1]
 
 
 def test_unknown_names_are_refused_with_the_valid_ones(capsys):
