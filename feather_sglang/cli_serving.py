@@ -12,7 +12,7 @@ from pathlib import Path
 from feather_sglang.bench import batches, compare, locality, workloads
 from feather_sglang.bench.figure import figure
 from feather_sglang.bench.hosts import OwnServers, RunningServer
-from feather_sglang.bench.serving import POLICIES, Setting
+from feather_sglang.bench.serving import KNOWN_POLICIES, POLICIES, Setting
 from feather_sglang.cli_shared import (
     NEEDS_SGLANG,
     Commands,
@@ -106,7 +106,9 @@ def _add_locality(bench: Commands[argparse.ArgumentParser]) -> None:
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--policies", default=",".join(POLICIES), help="comma-separated (default: %(default)s)")
+    parser.add_argument(
+        "--policies", default=",".join(POLICIES), help=f"of {', '.join(KNOWN_POLICIES)} (default: %(default)s)"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the results as JSON; - for standard output")
     parser.add_argument("--plot", metavar="FILE.png", type=Path, help="draw throughput and time to first token")
     parser.add_argument("--folder", type=Path, default=Path(".demo"), help="for model and logs (default: %(default)s)")
@@ -185,7 +187,7 @@ def _report(
 
 def _refusal(args: argparse.Namespace, policies: Sequence[str], own: str | None) -> str | None:
     """What is wrong with the arguments, the command's own included, before minutes are spent on them."""
-    refusal = unknown_name("policy", policies, POLICIES) or own or refused_outputs(args.json, plots=[args.plot])
+    refusal = unknown_name("policy", policies, KNOWN_POLICIES) or own or refused_outputs(args.json, plots=[args.plot])
     if refusal is None and importlib.util.find_spec("sglang") is None:
         return NEEDS_SGLANG
     return refusal

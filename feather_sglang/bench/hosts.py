@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from feather_sglang.bench.server import PATIENCE_S, Server
-from feather_sglang.bench.serving import Drive, Setting, drive, hub, served
+from feather_sglang.bench.serving import Drive, Setting, batching_policy, drive, hub, policy_flags, served
 from feather_sglang.bench.tiny_model import model_in
 
 #: Real weights take their time.
@@ -38,7 +38,7 @@ class OwnServers:
         """A server with this policy. Raises ``ServerError``."""
         self.folder.mkdir(parents=True, exist_ok=True)
         model = self.model or str(model_in(self.folder, setting.shape))
-        flags = [f"--model-path={model}", f"--schedule-policy={policy}", *setting.flags]
+        flags = [f"--model-path={model}", *policy_flags(policy), *setting.flags]
         flags += [*(() if self.model else setting.cpu_flags), *self.flags]
         log = self.folder / f"server-{setting.name}-{policy}.log"
         patience_s = _LOADING_S if self.model else PATIENCE_S
@@ -71,7 +71,7 @@ class RunningServer:
             return
         found = self._ask("/feather/state")["schedulers"][0]
         own, before = found["policy"], found["scheduling"]
-        self._switch(own if policy == "feather" else policy)
+        self._switch(own if policy == "feather" else batching_policy(policy) or policy)
         try:
             yield functools.partial(drive, policy, self, model=self.model)
         finally:

@@ -18,8 +18,12 @@ from typing import Any, Protocol
 from feather_sglang.bench.progress import ticking
 from feather_sglang.bench.server import Server
 from feather_sglang.bench.tiny_model import TINY, Shape
+from feather_sglang.scheduling import settings
 
 POLICIES = ("fcfs", "lpm", "dfs-weight", "feather")
+#: Feather with a batching policy that is not what the server's settings say.
+_BATCHING = "feather-"
+KNOWN_POLICIES = (*POLICIES, *(_BATCHING + name for name in settings.POLICIES))
 
 #: A tiny model's server without a GPU.
 CPU = ("--device=cpu", "--dtype=float32", "--mem-fraction-static=0.3")
@@ -135,6 +139,19 @@ class Result:
     texts: tuple[str, ...] = field(default=(), repr=False)
 
 
+def batching_policy(policy: str) -> str | None:
+    """The batching policy that one of ``KNOWN_POLICIES`` names, if it does."""
+    return policy.removeprefix(_BATCHING) if policy.startswith(_BATCHING) else None
+
+
+def policy_flags(policy: str) -> list[str]:
+    """A server's flags for one of ``KNOWN_POLICIES``."""
+    batching = batching_policy(policy)
+    if batching is None:
+        return [f"--schedule-policy={policy}"]
+    return ["--schedule-policy=feather", f"--feather-policy={batching}"]
+
+
 #: Sends traffic to a server and measures.
 Drive = Callable[[Traffic], Result]
 #: Serves a setting with a policy for as long as the context lasts.
@@ -165,7 +182,7 @@ def served(policy: str, server: Server) -> Iterator[Server]:
 
 def run_policy(policy: str, model: Path, flags: Sequence[str], workload: Workload, *, log: Path) -> Result:
     """Start a server with this policy, drive it, stop it. Raises as :func:`drive`."""
-    with served(policy, Server([f"--model-path={model}", f"--schedule-policy={policy}", *flags], log)) as server:
+    with served(policy, Server([f"--model-path={model}", *policy_flags(policy), *flags], log)) as server:
         return drive(policy, server, workload, str(model))
 
 

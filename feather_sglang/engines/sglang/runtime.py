@@ -90,7 +90,6 @@ def _state(scheduler: Any, controller: Controller, _given: Any) -> dict[str, Any
         told["batch"]["requests"] = len(running.reqs)
     if told["best"] is not None:
         told["best"]["rid"] = str(told["best"]["rid"].rid)
-    counts: Callable[[], dict[str, Any]] = getattr(controller, "counts", dict)
     return {
         "version": feather_sglang.__version__,
         "scheduling": _scheduling(scheduler, controller),
@@ -103,7 +102,7 @@ def _state(scheduler: Any, controller: Controller, _given: Any) -> dict[str, Any
         "slots": slots,
         "waiting": len(scheduler.waiting_queue),
         **told,
-        "counts": counts(),
+        "counts": controller.counts(),
         "settings": _effective(controller, slots),
     }
 
