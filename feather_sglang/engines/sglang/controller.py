@@ -168,6 +168,7 @@ class Controller:
         self.disabled, self.why = True, "switched"
         self._equip(None)
         self._scheduler.policy.__dict__.pop(_MATCHED, None)
+        self.report()
 
     def take_over(self, settings: Settings) -> None:
         """From the next pass on Feather decides, with this policy, whether or not it did before. On every rank.
@@ -586,14 +587,14 @@ class Controller:
         return FeatherScheduler(self._settings, self._scheduler.max_running_requests)
 
     def _failed(self, doing: str) -> None:
-        """Called in an ``except`` clause: this pass goes to SGLang's policy, and Feather starts afresh at the next.
+        """Called in an ``except`` clause: Feather starts afresh, and what it has left undone is SGLang's policy's.
 
-        All ranks come here together: what they do is a function of the same events.
+        That is this pass, unless it failed before it was asked for a plan, or after the plan was followed. All ranks come here together: what they do is a function of the same events.
         """
         Controller.in_pass = None
         self.failures += 1
         self.counters.failures += 1
-        self._log(f"Feather failed while {doing}; SGLang's own policy takes this pass over.")
+        self._log(f"Feather failed while {doing}; it starts afresh, and what it left undone SGLang's own policy does.")
         if self.failures >= self._settings.max_failures and not self.disabled:
             self.disabled, self.why = True, "failures"
             logger.error(
