@@ -589,7 +589,8 @@ class Controller:
     def _failed(self, doing: str) -> None:
         """Called in an ``except`` clause: Feather starts afresh, and what it has left undone is SGLang's policy's.
 
-        That is this pass, unless it failed before it was asked for a plan, or after the plan was followed. All ranks come here together: what they do is a function of the same events.
+        That is this pass, unless it failed before it was asked for a plan, or after the plan was followed. All ranks
+        come here together: what they do is a function of the same events.
         """
         Controller.in_pass = None
         self.failures += 1

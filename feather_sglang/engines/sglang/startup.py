@@ -61,7 +61,7 @@ def around_init_schedule_policy(original: Callable[..., Any], scheduler: Any) ->
             "first served."
         )
         return result
-    if not (settings.min_batch or settings.weight_tokens):  # on every rank alike
+    if not settings.weight_tokens:  # on every rank alike
         settings = dataclasses.replace(settings, weight_tokens=weight_tokens(scheduler))
     try:
         state = _state_file(scheduler, settings) if rank == 0 else None
