@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import feather_sglang
-from feather_sglang import cli_compat, cli_simulate, compiling
+from feather_sglang import cli_compat, cli_operate, cli_simulate, compiling
 from feather_sglang.bench import serving
 from feather_sglang.bench.server import ServerError
 from feather_sglang.bench.tiny_model import make_tiny_model
@@ -36,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     cli_simulate.add_commands(commands)
     _add_compile(commands)
     cli_compat.add_commands(commands)
+    cli_operate.add_commands(commands)
     args = parser.parse_args(argv)
     try:
         return int(args.run(args))

@@ -6,13 +6,12 @@ import argparse
 import dataclasses
 import functools
 import importlib.util
-import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from feather_sglang import cli_shared
-from feather_sglang.cli_shared import bad_use, positive, say, unknown_name, writable
+from feather_sglang.cli_shared import bad_use, positive, positive_number, say, unknown_name, writable
 from feather_sglang.scheduling import Settings, SettingsError
 from feather_sglang.scheduling.policy import default_min_batch
 from feather_sglang.simulation import recommend, report
@@ -58,7 +57,7 @@ def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
         "request dump of SGLang (a .pkl file, or a folder of them). Everything printed is simulated.",
     )
     replay.add_argument("trace", metavar="TRACE", type=Path)
-    replay.add_argument("--speedup", type=_positive_number, default=1.0, help="of the arrivals (default: 1)")
+    replay.add_argument("--speedup", type=positive_number, default=1.0, help="of the arrivals (default: 1)")
     replay.add_argument("--requests", type=positive, metavar="N", help="only the first N (default: all)")
     replay.add_argument("--strict", action="store_true", help="stop at the first malformed line")
     replay.add_argument("--html", metavar="FILE", type=Path, help="write a report page, one self-contained file")
@@ -211,18 +210,8 @@ def _chunk(text: str) -> int | None:
     return None if text == "-1" else positive(text)
 
 
-def _positive_number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and value > 0):
-        raise argparse.ArgumentTypeError(f"must be a positive, finite number, got {text!r}")
-    return value
-
-
 def _share(text: str) -> float:
-    value = _positive_number(text)
+    value = positive_number(text)
     if value > 1:
         raise argparse.ArgumentTypeError(f"must be at most 1, got {text!r}")
     return value
