@@ -9,15 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import feather_sglang
-from feather_sglang import cli_bench, cli_compat, cli_serving, cli_simulate, compiling
+from feather_sglang import cli_bench, cli_compat, cli_operate, cli_serving, cli_simulate, compiling
 from feather_sglang.bench.server import ServerError
 from feather_sglang.cli_shared import bad_use, complain, refused_outputs, report, say
 
 _DEVICES = ("cpu", "cuda")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand; returns the exit code: 0 done, 1 failed, 2 bad use, 130 interrupted."""
+def make_parser() -> argparse.ArgumentParser:
+    """All subcommands; the arguments' ``run`` is the function to call with them."""
     parser = argparse.ArgumentParser(
         prog="feather-sglang", description="Prefix-homogeneous batch scheduling for SGLang."
     )
@@ -29,7 +29,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     cli_simulate.add_commands(commands)
     _add_compile(commands)
     cli_compat.add_commands(commands)
-    args = parser.parse_args(argv)
+    cli_operate.add_commands(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand; returns the exit code: 0 done, 1 failed, 2 bad use, 130 interrupted."""
+    args = make_parser().parse_args(argv)
     try:
         return int(args.run(args))
     except KeyboardInterrupt:

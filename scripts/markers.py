@@ -9,11 +9,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def fill(page: Path, tables: dict[str, str]) -> int:
-    """Replace what stands between ``<!-- NAME -->`` and ``<!-- /NAME -->``; exit code 1 and no change without them."""
+def fill(page: Path, tables: dict[str, str], fence: str = "```\n") -> int:
+    """Replace what stands between ``<!-- NAME -->`` and ``<!-- /NAME -->``; exit code 1 and no change without them.
+
+    An empty ``fence`` is for tables in Markdown.
+    """
     text = page.read_text()
     for name, table in tables.items():
-        block = f"<!-- {name} -->\n```\n{table}\n```\n<!-- /{name} -->"
+        block = f"<!-- {name} -->\n{fence}{table}\n{fence}<!-- /{name} -->"
         text, found = re.subn(rf"<!-- {name} -->.*?<!-- /{name} -->", lambda _, block=block: block, text, flags=re.S)
         if not found:
             print(f"error: {page.name} has no markers for '{name}'", file=sys.stderr)

@@ -1,4 +1,7 @@
-"""Feather's settings: every key, its default, its valid values and what it means."""
+"""Feather's settings: every key, its default, its valid values and what it means.
+
+``python scripts/settings_table.py`` puts them into docs/settings.md.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,14 @@ import contextlib
 import dataclasses
 import difflib
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 POLICIES = ("static", "ucb", "qlearning")
 FALLBACKS = ("fcfs", "lpm", "dfs-weight")
+
+_BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
 class SettingsError(ValueError):
@@ -39,7 +44,9 @@ class Settings:
     policy: str = _setting(
         "static", "batching policy: when to stop adding to a batch; one of your own: package.module:Class"
     )
-    chunk_size: int = _setting(64, "tokens per chunk of the hash tree", low=1)
+    chunk_size: int = _setting(
+        64, "tokens per chunk of the hash tree; prefixes are told apart at multiples of it", low=1
+    )
     depth_tolerance: int = _setting(4, "chunks of shared depth that one admission may cost the batch", low=0)
     crowd: int = _setting(10, "waiting requests at the remaining depth from which crowd_tolerance applies", low=1)
     crowd_tolerance: int = _setting(6, "depth_tolerance where a crowd waits at the remaining depth", low=0)
@@ -56,15 +63,23 @@ class Settings:
         2048, "scheduling passes that a waiting request may be passed over before it is served next", low=1
     )
     max_wait_s: float = _setting(
-        0.0, "seconds after which the longest waiting request is served next, whatever the policy says; 0: none", low=0
+        0.0,
+        "seconds after which the longest waiting request is served next, whatever the policy says, by rank 0's clock; "
+        "0: none",
+        low=0,
     )
     fallback_policy: str = _setting(
         "fcfs", "SGLang policy that takes over a pass in which Feather fails", choices=FALLBACKS
     )
-    max_failures: int = _setting(10, "failures after which Feather leaves every pass to the fallback policy", low=1)
+    max_failures: int = _setting(
+        10, "failures of Feather's own after which it leaves every pass to the fallback policy", low=1
+    )
     freeze: bool = _setting(False, "a learned policy tries nothing out and learns nothing more")
     exploration: float = _setting(
-        0.2, "largest share of the decode time that a learned policy spends on trials; 0: none", low=0, high=0.5
+        0.2,
+        "largest share of the decode time that a learned policy spends on trials; it decays; 0: none",
+        low=0,
+        high=0.5,
     )
     min_gain: float = _setting(
         0.02, "share by which an action must beat the static rule's to be preferred to it", low=0, high=1
@@ -90,10 +105,16 @@ class Settings:
     sharing_bins: str = _setting(
         "1,9,31", "upper edges of the bins of the requests that share what remains", edges=True
     )
-    state: str = _setting("", "file in which a learned policy keeps what it has learned; empty: none")
+    state: str = _setting(
+        "",
+        "file in which a learned policy keeps what it has learned, .dpN appended on data parallel rank N; empty: none",
+    )
     state_period_s: int = _setting(60, "seconds between two saves of the state file", low=1)
     log_interval_s: int = _setting(60, "seconds between two lines of Feather's in the log; 0: none", low=0)
-    trace: str = _setting("", "file to which every admission pass is written as a line of JSON; empty: none")
+    trace: str = _setting(
+        "",
+        "file that gets a line of JSON for every pass that admitted somebody, .rankN appended on rank N; empty: none",
+    )
 
     @classmethod
     def parse(cls, values: Mapping[str, Any], source: str) -> Settings:
@@ -110,11 +131,41 @@ class Settings:
         parsed: dict[str, Any] = {}
         for name, value in values.items():
             if name not in fields:
-                near = difflib.get_close_matches(str(name), fields, n=1)
-                hint = f"did you mean '{near[0]}'?" if near else f"valid: {', '.join(fields)}"
+                near = nearest(str(name), fields)
+                hint = f"did you mean '{near}'?" if near else f"valid: {', '.join(fields)}"
                 raise SettingsError(f"{source}: unknown setting '{name}'; {hint}")
             parsed[name] = _convert(fields[name], value, f"{source}: {name}")
         return cls(**parsed)
+
+
+def nearest(name: str, valid: Iterable[str]) -> str | None:
+    """The valid name that this is probably a misspelling of."""
+    return next(iter(difflib.get_close_matches(name, list(valid), n=1)), None)
+
+
+def shown(name: str, value: Any) -> str:
+    """A setting's value as people read it."""
+    if name == "min_batch" and value == 0:
+        return "0 (auto)"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "empty" if value == "" else str(value)
+
+
+def valid_values(spec: dataclasses.Field[Any]) -> str:
+    """Which values a setting takes, as a phrase that fits after "must be"."""
+    low, high, choices = (spec.metadata[key] for key in ("low", "high", "choices"))
+    if isinstance(spec.default, bool):
+        return "true or false"
+    if high is not None:
+        return f"a number from {low} to {high}"
+    if low is not None:
+        return f"{'an integer' if isinstance(spec.default, int) else 'a number'} of at least {low}"
+    if spec.name == "policy":
+        return f"one of {', '.join(POLICIES)} or package.module:Class"
+    if spec.metadata["edges"]:
+        return "ascending integers of at least 0, as in 1,3,7"
+    return f"one of {', '.join(choices)}" if choices else "a string"
 
 
 def bin_edges(text: str) -> list[int]:
@@ -126,53 +177,35 @@ def bin_edges(text: str) -> list[int]:
 
 
 def _convert(spec: dataclasses.Field[Any], value: Any, where: str) -> Any:
+    found: Any = None
     if isinstance(spec.default, bool):
-        return _boolean(value, where)
-    if isinstance(spec.default, int | float):
-        return _number(spec, value, where)
-    if spec.name == "policy":
-        return _policy(value, where)
-    if spec.metadata["edges"]:
-        return _edges(value, where)
-    choices = spec.metadata["choices"]
-    if not isinstance(value, str) or (choices and value not in choices):
-        valid = f"one of {', '.join(choices)}" if choices else "a string"
-        raise SettingsError(f"{where} must be {valid}, got {value!r}")
-    return value
+        found = _BOOLEANS.get(str(value).lower())
+    elif isinstance(spec.default, int | float):
+        found = _number(spec, value)
+    elif isinstance(value, str | int) and spec.metadata["edges"]:
+        with contextlib.suppress(ValueError):
+            found = ",".join(map(str, bin_edges(str(value))))
+    elif isinstance(value, str) and _is_valid(spec, value):
+        found = value
+    if found is None:
+        raise SettingsError(f"{where} must be {valid_values(spec)}, got {value!r}")
+    return found
 
 
-def _boolean(value: Any, where: str) -> bool:
-    known = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-    given = known.get(str(value).lower())
-    if given is None:
-        raise SettingsError(f"{where} must be true or false, got {value!r}")
-    return given
-
-
-def _number(spec: dataclasses.Field[Any], value: Any, where: str) -> int | float:
+def _number(spec: dataclasses.Field[Any], value: Any) -> int | float | None:
     kind = int if isinstance(spec.default, int) else float
     low, high = spec.metadata["low"], spec.metadata["high"]
-    number: int | float | None = None
-    if not isinstance(value, bool) and isinstance(value, str | int | kind):
-        with contextlib.suppress(ValueError):
-            number = kind(value)
-    if number is None or not low <= number or (high is not None and not number <= high):
-        what = "an integer" if kind is int else "a number"
-        valid = f"a number from {low} to {high}" if high is not None else f"{what} of at least {low}"
-        raise SettingsError(f"{where} must be {valid}, got {value!r}")
-    return number
+    if isinstance(value, bool) or not isinstance(value, str | int | kind):
+        return None
+    with contextlib.suppress(ValueError):
+        number = kind(value)
+        if low <= number and (high is None or number <= high):
+            return number
+    return None
 
 
-def _policy(value: Any, where: str) -> str:
-    module, colon, name = value.partition(":") if isinstance(value, str) else ("", "", "")
+def _is_valid(spec: dataclasses.Field[Any], value: str) -> bool:
+    choices = POLICIES if spec.name == "policy" else spec.metadata["choices"]
+    module, colon, name = value.partition(":") if spec.name == "policy" else ("", "", "")
     own = colon and name.isidentifier() and all(part.isidentifier() for part in module.split("."))
-    if not own and value not in POLICIES:
-        raise SettingsError(f"{where} must be one of {', '.join(POLICIES)} or package.module:Class, got {value!r}")
-    return str(value)
-
-
-def _edges(value: Any, where: str) -> str:
-    try:
-        return ",".join(map(str, bin_edges(str(value))))
-    except ValueError:
-        raise SettingsError(f"{where} must be ascending integers of at least 0, as in 1,3,7, got {value!r}") from None
+    return bool(own) or choices is None or value in choices

@@ -12,18 +12,46 @@ import argparse
 import dataclasses
 import os
 import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import yaml
 
 from feather_sglang.scheduling import Settings, SettingsError
 from feather_sglang.scheduling.policies import make_policy
+from feather_sglang.scheduling.settings import nearest, shown
 
 POLICY_NAME = "feather"
 _PREFIX = "FEATHER_"
-_CONFIG = _PREFIX + "CONFIG"
+#: Beside the settings' names: what names the file.
+_FILE = "config"
+
+
+class Origin(NamedTuple):
+    """Where a value in force came from."""
+
+    #: ``flag``, ``environment``, ``file`` or ``default``.
+    kind: str
+    #: The flag, variable or file; empty for a default.
+    name: str = ""
+
+
+class Effective(NamedTuple):
+    """The settings in force, and where each of them came from."""
+
+    settings: Settings
+    origins: Mapping[str, Origin]
+
+
+def flag_of(name: str) -> str:
+    """The flag of a setting, or of ``config``."""
+    return "--feather-" + name.replace("_", "-")
+
+
+def variable_of(name: str) -> str:
+    """Its environment variable."""
+    return _PREFIX + name.upper()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,21 +61,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if "--schedule-policy" in action.option_strings and choices is not None and POLICY_NAME not in choices:
             action.choices = [*choices, POLICY_NAME]  # a patched SGLang has it already
     group = parser.add_argument_group("feather", "used with --schedule-policy feather (feather-sglang)")
-    group.add_argument("--feather-config", metavar="FILE.yaml", help="YAML file with any of the settings below")
+    group.add_argument(flag_of(_FILE), metavar="FILE.yaml", help="YAML file with any of the settings below")
     for spec in dataclasses.fields(Settings):
-        default = "auto" if spec.name == "min_batch" else spec.default
-        group.add_argument(
-            "--feather-" + spec.name.replace("_", "-"),
-            metavar="N" if isinstance(spec.default, int) else spec.name.rsplit("_", 1)[-1].upper(),
-            help=f"{spec.metadata['help']} (default: {default if default != '' else 'none'})",
-        )
+        help_ = f"{spec.metadata['help']} (default: {shown(spec.name, spec.default)})"
+        if isinstance(spec.default, bool):
+            group.add_argument(flag_of(spec.name), nargs="?", const="true", metavar="true|false", help=help_)
+        else:
+            metavar = "N" if isinstance(spec.default, int) else spec.name.rsplit("_", 1)[-1].upper()
+            group.add_argument(flag_of(spec.name), metavar=metavar, help=help_)
 
 
-def export_arguments(args: argparse.Namespace, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Put the flags that were given into the environment, for this process and those it spawns."""
-    for name, value in vars(args).items():
-        if name.startswith("feather_") and value is not None:
-            environ[_PREFIX + name.removeprefix("feather_").upper()] = str(value)
+def export_arguments(args: argparse.Namespace, environ: MutableMapping[str, str] = os.environ) -> set[str]:
+    """Put the flags that were given into the environment, for this process and those it spawns; returns their names."""
+    given = {
+        name.removeprefix("feather_"): str(value)
+        for name, value in vars(args).items()
+        if name.startswith("feather_") and value is not None
+    }
+    environ.update({variable_of(name): value for name, value in given.items()})
+    return set(given)
 
 
 def load_settings(environ: Mapping[str, str] = os.environ) -> Settings:
@@ -56,16 +88,43 @@ def load_settings(environ: Mapping[str, str] = os.environ) -> Settings:
     Raises:
         SettingsError: in one line, what is wrong, where, and what is valid.
     """
+    return effective(environ).settings
+
+
+def effective(environ: Mapping[str, str] = os.environ, flags: Collection[str] = ()) -> Effective:
+    """The settings in force, with where each came from.
+
+    Args:
+        environ: the environment, flags included.
+        flags: names of those whose variables flags set, as :func:`export_arguments` returns them.
+
+    Raises:
+        SettingsError: in one line, what is wrong, where, and what is valid.
+    """
+    names = [spec.name for spec in dataclasses.fields(Settings)]
+    _refuse_misspelt(environ, [*names, _FILE])
     values: dict[str, Any] = {}
-    path = environ.get(_CONFIG)
+    path = environ.get(variable_of(_FILE))
     if path:
         values.update(_read_yaml(path))
         Settings.parse(values, path)  # so that a mistake names the file
-    names = {spec.name for spec in dataclasses.fields(Settings)}
-    given = {name: environ[_PREFIX + name.upper()] for name in sorted(names) if _PREFIX + name.upper() in environ}
-    for name, value in given.items():
-        Settings.parse({name: value}, f"--feather-{name.replace('_', '-')} or {_PREFIX}{name.upper()}")
-    return Settings.parse({**values, **given}, path or "the environment")
+    origins = {name: Origin("file", str(path)) if name in values else Origin("default") for name in names}
+    for name in names:
+        flag, variable = flag_of(name), variable_of(name)
+        if variable in environ:
+            values[name] = environ[variable]
+            Settings.parse({name: values[name]}, f"{flag} or {variable}")
+            origins[name] = Origin("flag", flag) if name in flags else Origin("environment", variable)
+    return Effective(Settings.parse(values, path or "the environment"), origins)
+
+
+def _refuse_misspelt(environ: Mapping[str, str], names: Collection[str]) -> None:
+    """A variable that is nearly a setting's. Others with our prefix may be anybody's, and are left alone."""
+    for variable in sorted(environ):
+        name = variable.removeprefix(_PREFIX).lower()
+        near = nearest(name, names) if variable.startswith(_PREFIX) and name not in names else None
+        if near:
+            raise SettingsError(f"{variable}: unknown variable; did you mean {variable_of(near)}? Else unset it")
 
 
 def _read_yaml(path: str) -> dict[str, Any]:
