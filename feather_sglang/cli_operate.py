@@ -7,16 +7,19 @@ import dataclasses
 import functools
 import json
 import os
-from pathlib import Path
 from typing import Any
 
-from feather_sglang.cli_shared import bad_use, positive, positive_number, report, writable
+from feather_sglang.cli_shared import bad_use, positive, positive_number, refused_outputs, report
 from feather_sglang.engines.sglang import arguments
 from feather_sglang.scheduling import SettingsError
 from feather_sglang.scheduling.policy import default_min_batch
 from feather_sglang.scheduling.settings import shown
 
-_RULE = "a quarter of the running slots, at least 8"
+#: What a server makes of the 0 of these.
+_RULES = {
+    "min_batch": "a quarter of the running slots, at least 8, and more where the weights outweigh what is shared",
+    "weight_tokens": "found out when the model is loaded",
+}
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -49,8 +52,9 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _config(args: argparse.Namespace) -> int:
-    if args.json not in (None, "-") and not writable(Path(args.json)):
-        return bad_use(f"can't write '{args.json}'")
+    refusal = refused_outputs(args.json)
+    if refusal:
+        return bad_use(refusal)
     environ = dict(os.environ)
     flags = arguments.export_arguments(args, environ)
     try:
@@ -87,9 +91,10 @@ def _as_json(found: arguments.Effective, slots: int | None) -> str:
 
 def _derived(name: str, value: Any, slots: int | None) -> dict[str, Any] | None:
     """What a server makes of a value that leaves the choice to it."""
-    if name != "min_batch" or value != 0:
+    if value != 0 or name not in _RULES:
         return None
-    return {"value": default_min_batch(slots) if slots else None, "rule": _RULE}
+    known = name == "min_batch" and slots
+    return {"value": default_min_batch(slots) if known else None, "rule": _RULES[name]}
 
 
 def _top(args: argparse.Namespace) -> int:

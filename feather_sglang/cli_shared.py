@@ -70,7 +70,7 @@ def positive_number(text: str) -> float:
     return value
 
 
-def refused_outputs(*paths: Path | str | None, plots: Iterable[Path | str | None]) -> str | None:
+def refused_outputs(*paths: Path | str | None, plots: Iterable[Path | str | None] = ()) -> str | None:
     """A line about the first file that can't be written, or about matplotlib, without which nothing is drawn."""
     drawn = [path for path in plots if path]
     for path in (*paths, *drawn):

@@ -145,7 +145,7 @@ def nearest(name: str, valid: Iterable[str]) -> str | None:
 
 def shown(name: str, value: Any) -> str:
     """A setting's value as people read it."""
-    if name == "min_batch" and value == 0:
+    if name in ("min_batch", "weight_tokens") and value == 0:
         return "0 (auto)"
     if isinstance(value, bool):
         return str(value).lower()
