@@ -45,14 +45,13 @@ Reporter = Callable[["Controller"], None]
 
 def controller_of(owner: Any) -> Controller | None:
     """The controller attached to an SGLang scheduler or policy, unless Feather is not chosen or not in charge."""
-    controller = attached_to(owner)
+    controller: Controller | None = owner.__dict__.get(_ATTRIBUTE)
     return None if controller is None or controller.disabled else controller
 
 
 def attached_to(owner: Any) -> Controller | None:
     """The same, in charge or not."""
-    controller: Controller | None = owner.__dict__.get(_ATTRIBUTE)
-    return controller
+    return owner.__dict__.get(_ATTRIBUTE)  # type: ignore[no-any-return]
 
 
 def fell_back(policy: Any) -> None:

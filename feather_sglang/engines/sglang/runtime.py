@@ -113,12 +113,13 @@ def _policy(scheduler: Any, controller: Controller, given: Any) -> dict[str, Any
         valid = f"{', '.join(POLICIES)}, package.module:Class, {', '.join(FALLBACKS)}"
         raise SettingsError(f'the body must be {{"policy": NAME}}, with one of {valid}')
     if name in FALLBACKS:
-        _use_sglangs(scheduler, name)
+        sglangs = _sglangs(scheduler, name)
         controller.hand_over()
     else:
         settings = _changed(controller.settings, {"policy": name})
+        sglangs = _sglangs(scheduler, settings.fallback_policy)
         controller.take_over(settings)
-        _use_sglangs(scheduler, settings.fallback_policy)
+    scheduler.policy.policy = sglangs
     scheduling = _scheduling(scheduler, controller)
     if not controller.rank:
         who = f"feather, with {name}," if scheduling == "feather" else f"SGLang's {name}"
@@ -133,9 +134,10 @@ def _config(scheduler: Any, controller: Controller, given: Any) -> dict[str, Any
     fixed = [name for name in given if name not in CHANGEABLE]
     if fixed:
         raise SettingsError(f"{fixed[0]} cannot be changed by /feather/config; valid: {', '.join(CHANGEABLE)}")
+    sglangs = _sglangs(scheduler, settings.fallback_policy)
     controller.configure(settings, rebuild=any(name not in _NOT_THE_POLICYS for name in given))
     if controller.why != "switched":
-        _use_sglangs(scheduler, settings.fallback_policy)
+        scheduler.policy.policy = sglangs
     if not controller.rank:
         logger.info("Feather: %s from now on (POST /feather/config).", given)
     return {"settings": _effective(controller, scheduler.max_running_requests)}
@@ -155,10 +157,9 @@ def _changed(settings: Settings, given: Mapping[str, Any]) -> Settings:
     return dataclasses.replace(settings, **values)
 
 
-def _use_sglangs(scheduler: Any, name: str) -> None:
-    """The policy by which SGLang orders the passes that are left to it."""
-    policy = scheduler.policy
-    policy.policy = policy._validate_and_adjust_policy(name, policy.tree_cache)
+def _sglangs(scheduler: Any, name: str) -> Any:
+    """A policy as SGLang names it, for ``scheduler.policy.policy``: the one that orders the passes left to SGLang."""
+    return scheduler.policy._validate_and_adjust_policy(name, scheduler.policy.tree_cache)
 
 
 def _scheduling(scheduler: Any, controller: Controller) -> str:
