@@ -69,13 +69,13 @@ def measure(url: str, prompts: Prompts, output_tokens: int, runs: int, say: Call
     """Each kind of batch ``runs`` times, interleaved. Raises ``aiohttp.ClientError`` if the server fails."""
     kinds = (*BATCHES, DIVERGENT)
     for prefix in range(max(prefixes for _, prefixes in kinds)):
-        asyncio.run(_send(url, [prompts.one(prefix)], 1))
+        asyncio.run(send(url, [prompts.one(prefix)], 1))
     found: dict[tuple[int, int], list[float]] = {kind: [] for kind in kinds}
     for run in range(runs):
         for kind in kinds if run % 2 == 0 else reversed(kinds):
             say(f"batches, run {run + 1} of {runs}: {kind[0]} requests, {kind[1]} prefixes")
             batch = [prompts.one(prefix) for prefix in groups(*kind)]
-            found[kind].append(_decode_rate(asyncio.run(_send(url, batch, output_tokens))))
+            found[kind].append(decode_rate(asyncio.run(send(url, batch, output_tokens))))
     return [BatchRow(*kind, statistics.median(rates), (min(rates), max(rates))) for kind, rates in found.items()]
 
 
@@ -98,7 +98,7 @@ def table(rows: Sequence[BatchRow]) -> str:
     return "\n".join(lines)
 
 
-def _decode_rate(tracks: Sequence[Track]) -> float:
+def decode_rate(tracks: Sequence[Track]) -> float:
     """Tokens/s between the last request's first token and the first request's end."""
     begin = max(track[0][0] for track in tracks)
     end = min(track[-1][0] for track in tracks)
@@ -108,7 +108,8 @@ def _decode_rate(tracks: Sequence[Track]) -> float:
     return tokens / (end - begin)
 
 
-async def _send(url: str, prompts: list[list[int]], output_tokens: int) -> list[Track]:
+async def send(url: str, prompts: list[list[int]], output_tokens: int) -> list[Track]:
+    """Send one batch and follow its answers. Raises ``aiohttp.ClientError`` if the server fails."""
     import aiohttp
 
     timeout = aiohttp.ClientTimeout(total=600)

@@ -17,9 +17,9 @@ def test_groups():
 def test_the_rate_counts_only_while_the_whole_batch_decodes():
     first = [(0.0, 1), (1.0, 2), (2.0, 5), (3.0, 9)]
     late = [(1.0, 1), (2.0, 3), (4.0, 9)]
-    assert batches._decode_rate([first, late]) == ((9 - 2) + (3 - 1)) / (3.0 - 1.0)
+    assert batches.decode_rate([first, late]) == ((9 - 2) + (3 - 1)) / (3.0 - 1.0)
     with pytest.raises(RuntimeError, match="never decoded as a whole"):
-        batches._decode_rate([[(0.0, 1), (1.0, 2)], [(5.0, 1), (6.0, 2)]])
+        batches.decode_rate([[(0.0, 1), (1.0, 2)], [(5.0, 1), (6.0, 2)]])
 
 
 def test_the_table_says_what_the_rows_mean():
