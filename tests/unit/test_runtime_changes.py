@@ -145,7 +145,7 @@ def test_a_learned_policy_keeps_what_it_learned(between):
     learn(engine)
     for name in between:
         switch(engine, name)
-    assert engine.controller.core.policy.snapshot()["cells"] != ROWS or between == ["lpm"]
+        assert name not in ("static", "qlearning") or engine.controller.core.policy.snapshot().get("cells") != ROWS
     switch(engine, "ucb")
     assert engine.controller.core.policy.snapshot()["cells"] == ROWS
 
