@@ -93,8 +93,8 @@ def _derived(name: str, value: Any, slots: int | None) -> dict[str, Any] | None:
     """What a server makes of a value that leaves the choice to it."""
     if value != 0 or name not in _RULES:
         return None
-    known = name == "min_batch" and slots
-    return {"value": default_min_batch(slots) if known else None, "rule": _RULES[name]}
+    slots = slots if name == "min_batch" else None
+    return {"value": default_min_batch(slots) if slots else None, "rule": _RULES[name]}
 
 
 def _top(args: argparse.Namespace) -> int:
