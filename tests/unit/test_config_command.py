@@ -117,7 +117,7 @@ def test_a_flag_of_yes_or_no_needs_no_value(flags, value, config):
 
 
 def test_the_table_marks_what_is_derived(config, capsys, tmp_path):
-    rule = "a quarter of the running slots, at least 8"
+    rule = "a quarter of the running slots, at least 8, and more where the weights outweigh what is shared"
     assert config()["min_batch"]["derived"] == {"value": None, "rule": rule}
     assert config("--max-running-requests", "256")["min_batch"]["derived"] == {"value": 64, "rule": rule}
     assert config("--max-running-requests", "256", "--feather-min-batch", "5")["min_batch"]["derived"] is None

@@ -355,7 +355,7 @@ def test_what_is_told_of_a_batch_that_runs():
     assert said["groups"] == [{"tokens": 20, "waiting": 4, "active": 0}] and said["waiting"] == 5
     assert said["best"]["rid"] == str(("b", 0)) and said["best"]["loses_tokens"] == 40
     assert (said["policy"], said["scheduling"], said["slots"], said["passes"]) == ("ucb", "feather", 8, 4)
-    assert said["settings"]["min_batch"] == 2 and said["counts"] == {} and said["fallback_policy"] == "fcfs"
+    assert said["settings"]["min_batch"] == 2 and said["counts"]["added"] == 3 and said["fallback_policy"] == "fcfs"
     engine.running_batch.batch_is_full = True
     assert state(engine)["best"]["why"] == "the engine says that its batch is full"
     assert attached_to(engine) is engine.controller

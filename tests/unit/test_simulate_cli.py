@@ -77,9 +77,11 @@ def test_settings_reach_the_scheduler(capsys):
         )
         return json.loads(capsys.readouterr().out)["rows"][0]["mean_batch"]
 
-    assert batch() == 100, "one group a batch: a quarter of 400 slots is worth protecting"
+    light = ("--set", "weight_tokens=1")
+    assert batch(*light) == 100, "one group a batch: a quarter of 400 slots is worth protecting"
     assert batch("--set", "min_batch=350") > 350
-    assert batch("--max-running", "40") == pytest.approx(100 / 3), "40, 40 and 20 of each group"
+    assert batch() == 400, "an 8B model's weights outweigh what 100 requests share of 4,096 tokens"
+    assert batch("--max-running", "40", *light) == pytest.approx(100 / 3), "40, 40 and 20 of each group"
 
 
 @pytest.mark.parametrize(
