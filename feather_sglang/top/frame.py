@@ -13,6 +13,7 @@ _LABEL = 12
 _BAR = 20
 _GROUP_BAR = 30
 _UNKNOWN = "-"
+_NO_RATES = Rates({}, None, None)
 _ALONE = ", no prefix shared by two"
 _WHY = {"switched": "switched over by POST /feather/policy", "failures": "Feather is off after too many failures"}
 
@@ -42,7 +43,8 @@ def frame(view: View, url: str, width: int, height: int | None = None) -> list[T
 
 def _head(number: int, view: View, width: int) -> list[Text]:
     """All of a scheduler but its groups."""
-    scheduler, rates = view.schedulers[number]
+    scheduler, known = view.schedulers[number]
+    rates = known or _NO_RATES
     batch, counts = scheduler.batch, scheduler.counts
     lines = [Text()]
     if len(view.schedulers) > 1:
@@ -58,12 +60,12 @@ def _head(number: int, view: View, width: int) -> list[Text]:
         _line(
             "decode",
             f"{_per_s(rates, 'output_tokens', 'tokens/s')}, {_per_s(rates, 'decode_steps', 'steps/s')}, "
-            f"{_share(rates and rates.homogeneous)} of them homogeneous",
+            f"{_share(rates.homogeneous)} of them homogeneous",
         ),
         _line(
             "passes",
-            f"{_per_s(rates, 'passes', 'a second')}, {_number(rates and rates.pass_ms, '.2f')} ms of Feather's each, "
-            f"{_share(rates and rates.per_s['pass_s_sum'])} of the time",
+            f"{_per_s(rates, 'passes', 'a second')}, {_number(rates.pass_ms, '.2f')} ms of Feather's each, "
+            f"{_share(rates.per_s.get('pass_s_sum'))} of the time",
         ),
         _line("decisions", ", ".join(_count(scheduler, rates, name) for name in ("added", "stopped", "passed_over"))),
         _line("last stop", scheduler.last_stop),
@@ -147,9 +149,9 @@ def _share(value: float | None) -> str:
     return _number(value, ".1%")
 
 
-def _per_s(rates: Rates | None, name: str, unit: str) -> str:
-    return f"{_number(rates and rates.per_s[name], ',.1f')} {unit}"
+def _per_s(rates: Rates, name: str, unit: str) -> str:
+    return f"{_number(rates.per_s.get(name), ',.1f')} {unit}"
 
 
-def _count(scheduler: Scheduler, rates: Rates | None, name: str) -> str:
+def _count(scheduler: Scheduler, rates: Rates, name: str) -> str:
     return f"{name.replace('_', ' ')} {scheduler.counts[name]:,} ({_per_s(rates, name, '/s').replace(' ', '')})"

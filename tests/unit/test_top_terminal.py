@@ -64,9 +64,11 @@ class Terminal:
     def resize(self, columns, lines):
         termios.tcsetwinsize(self.slave, (lines, columns))
 
-    def read(self, seconds=0.05):
-        while select.select([self.master], [], [], seconds)[0]:
+    def read(self):
+        ready = select.select([self.master], [], [], 0.05)[0]
+        if ready:
             self.seen += os.read(self.master, 1 << 16).decode(errors="replace")
+        return ready
 
     def wait_for(self, text, since=0):
         end = time.monotonic() + 60
@@ -81,7 +83,8 @@ class Terminal:
         end = time.monotonic() + 60
         while self.process.poll() is None and time.monotonic() < end:
             self.read()  # a full terminal would hold the program up
-        self.read()
+        while self.read():
+            pass
         return self.process.poll()
 
     def close(self):
