@@ -180,8 +180,7 @@ def _setup(args: argparse.Namespace, workload: Workload) -> Setup:
     slots = args.max_running or workload.max_running or EngineConfig.max_running
     engine = EngineConfig(tokens, slots, chunked_prefill_tokens=args.chunked_prefill)
     given = dict(pair.partition("=")[::2] for pair in args.set)
-    weights = {"weight_tokens": int(model.weight_bytes / model.kv_bytes_per_token)}  # a server finds it out at start
-    return Setup(hardware, model, engine, Settings.parse({**weights, **given}, "--set"))
+    return Setup(hardware, model, engine, Settings.parse(given, "--set"))
 
 
 def _progress(runs: int, requests: int) -> Callable[[Sequence[int]], None]:

@@ -54,6 +54,11 @@ class Model:
         """K and V of one token in all layers."""
         return 2 * 2 * self.layers * self.kv_heads * self.head_dim
 
+    @property
+    def weight_tokens(self) -> int:
+        """Tokens whose KV is as large as the weights; a server finds it out at start."""
+        return int(self.weight_bytes / self.kv_bytes_per_token)
+
 
 @dataclass(frozen=True)
 class PassCost:

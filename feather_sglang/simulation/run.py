@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
@@ -34,6 +35,8 @@ def run_one(
     workload: Workload, setup: Setup, policy: str, settings: Settings, progress: Callable[[int], None] | None = None
 ) -> Result:
     """One policy in this process."""
+    if not settings.weight_tokens:
+        settings = dataclasses.replace(settings, weight_tokens=setup.model.weight_tokens)
     steps = StepCost(setup.hardware, setup.model)
     engine = Engine(workload, setup.engine, steps, load_pass_cost(policy), policy, settings, progress)
     return engine.run().result(policy)
