@@ -13,7 +13,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -84,6 +84,11 @@ class Server:
 
     def start(self) -> None:
         """Start and wait until it answers."""
+        self.launch()
+        self.wait()
+
+    def launch(self) -> None:
+        """Start, without waiting."""
         with self.log.open("wb") as output:
             self._process = subprocess.Popen(
                 self._command,
@@ -93,6 +98,9 @@ class Server:
                 cwd=self._folder.name,
                 start_new_session=True,
             )
+
+    def wait(self) -> None:
+        """Wait until it answers; it is stopped if it does not."""
         try:
             self._wait()
         except BaseException:
@@ -105,10 +113,14 @@ class Server:
             if self._process.poll() is not None:
                 raise ServerError(f"the server ended with code {self._process.returncode}\n{self.tail()}")
             with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):
-                urllib.request.urlopen(self.url + "/health", timeout=5).close()
-                return
+                if self._ready():
+                    return
             time.sleep(1)
         raise ServerError(f"the server was not healthy after {_START_S} s\n{self.tail()}")
+
+    def _ready(self) -> bool:
+        urllib.request.urlopen(self.url + "/health", timeout=5).close()
+        return True
 
     def stop(self) -> None:
         """End the server and every process it spawned."""
@@ -135,3 +147,21 @@ class Server:
     def tail(self, lines: int = 30) -> str:
         """The last lines of its log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+
+@contextlib.contextmanager
+def side_by_side(servers: Sequence[Server]) -> Iterator[None]:
+    """Start several servers at once, and stop all of them in the end.
+
+    Raises:
+        ServerError: one of them did not come up.
+    """
+    try:
+        for server in servers:
+            server.launch()
+        for server in servers:
+            server.wait()
+        yield
+    finally:
+        for server in servers:
+            server.stop()

@@ -134,5 +134,9 @@ def table(results: Sequence[Result]) -> str:
 
 def as_json(workload: Workload, results: Sequence[Result]) -> str:
     """The results for machines."""
-    rows = [{name: value for name, value in asdict(r).items() if name != "texts"} for r in results]
-    return json.dumps({"workload": asdict(workload), "rows": rows}, indent=2)
+    return json.dumps({"workload": asdict(workload), "rows": [figures(r) for r in results]}, indent=2)
+
+
+def figures(result: Result) -> dict[str, Any]:
+    """A result without the generated texts."""
+    return {name: value for name, value in asdict(result).items() if name != "texts"}
