@@ -33,7 +33,7 @@ set_up() {
     fi
     echo "Setting up $venv with $("$python" --version): about 11 GB, some minutes" >&2
     [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --editable "$root[sglang,dev,plots]" >&2 ||
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --editable "$root[sglang,dev,plots,router]" >&2 ||
         fail "the installation failed; pip's message is above"
     printf '%s\n' "$wanted" > "$stamp"
 }

@@ -13,7 +13,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -88,6 +88,11 @@ class Server:
 
     def start(self) -> None:
         """Start and wait until it answers."""
+        self.launch()
+        self.wait()
+
+    def launch(self) -> None:
+        """Start, without waiting."""
         with self.log.open("wb") as output:
             self._process = subprocess.Popen(
                 self._command,
@@ -97,6 +102,9 @@ class Server:
                 cwd=self._folder.name,
                 start_new_session=True,
             )
+
+    def wait(self) -> None:
+        """Wait until it answers; it is stopped if it does not."""
         try:
             self._wait()
         except BaseException:
@@ -107,8 +115,8 @@ class Server:
         for _ in range(self._patience_s):
             self.check()
             with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):
-                urllib.request.urlopen(self.url + "/health", timeout=5).close()
-                return
+                if self._ready():
+                    return
             time.sleep(1)
         raise self._error(f"the server was not healthy after {self._patience_s} s")
 
@@ -119,6 +127,10 @@ class Server:
 
     def _error(self, what: str) -> ServerError:
         return ServerError(f"{what}; its log {self.log} ends with:\n{self.tail()}")
+
+    def _ready(self) -> bool:
+        urllib.request.urlopen(self.url + "/health", timeout=5).close()
+        return True
 
     def stop(self) -> None:
         """End the server and every process it spawned."""
@@ -151,3 +163,21 @@ class Server:
     def tail(self, lines: int = 30) -> str:
         """The last lines of its log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+
+@contextlib.contextmanager
+def side_by_side(servers: Sequence[Server]) -> Iterator[None]:
+    """Start several servers at once, and stop all of them in the end.
+
+    Raises:
+        ServerError: one of them did not come up.
+    """
+    try:
+        for server in servers:
+            server.launch()
+        for server in servers:
+            server.wait()
+        yield
+    finally:
+        for server in servers:
+            server.stop()

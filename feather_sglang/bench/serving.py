@@ -261,3 +261,8 @@ def _parse(policy: str, requests: int, measured: dict[str, Any]) -> Result:
         cached_share=measured["cache_report"]["total_cached_tokens"] / measured["total_input_tokens"],
         texts=tuple(measured["generated_texts"]),
     )
+
+
+def figures(result: Result) -> dict[str, Any]:
+    """A result without the generated texts."""
+    return {name: value for name, value in asdict(result).items() if name != "texts"}
