@@ -31,7 +31,7 @@ def test_counters_are_summed_over_their_labels():
 
 
 def row():
-    result = serving.Result("cache_aware", 8, 1.0, 16.0, 10.0, 20.0, 0.5, ("text",))
+    result = serving.Result("cache_aware", 8, 0, 1.0, 16.0, 10.0, 20.0, 1.0, 2.0, 0.5, ("text",))
     return Row("cache_aware", (Served(3, 300, 150), Served(5, 700, 350)), result)
 
 
