@@ -51,7 +51,10 @@ class Row:
     @classmethod
     def from_dict(cls, row: dict[str, Any]) -> Row:
         """What ``dataclasses.asdict`` made of one."""
-        return cls(**{name: Spread(**value) if isinstance(value, dict) else value for name, value in row.items()})
+        parts: dict[str, Any] = {
+            name: Spread(**value) if isinstance(value, dict) else value for name, value in row.items()
+        }
+        return cls(**parts)
 
 
 _MEASURED = tuple(each.name for each in fields(Row) if each.type == "Spread")
