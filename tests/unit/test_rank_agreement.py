@@ -57,8 +57,11 @@ class Ranks:
         Controller.of_rank = rank.controller
         return around_broadcast(original, requests if rank.rank == 0 else None, rank.rank)
 
-    def step(self, requests=(), seconds=0.01):
-        """Requests arrive at rank 0; both ranks run a pass. What was decided, by rank."""
+    def step(self, requests=(), seconds=0.01, between=None):
+        """Requests arrive at rank 0; both ranks run a pass. What was decided, by rank.
+
+        ``between``: called with each rank before its pass, where SGLang handles what is no request.
+        """
         self.now_s += seconds
         decided = []
         for rank in self.both:
@@ -66,6 +69,8 @@ class Ranks:
             got = self.broadcast(rank, list(requests))
             assert [rid for rid, _ in got] == [rid for rid, _ in requests], "news never reaches SGLang"
             rank.waiting_queue += [Req(rid, tokens) for rid, tokens in got]
+            if between is not None:
+                between(rank)
             rank.run_pass()
             decided.append([req.rid for req in rank.running_batch.reqs])
         return decided
