@@ -51,7 +51,8 @@ class Row:
     @classmethod
     def from_dict(cls, row: dict[str, Any]) -> Row:
         """What ``dataclasses.asdict`` made of one."""
-        return cls(**{name: Spread(**value) if isinstance(value, dict) else value for name, value in row.items()})
+        values: dict[str, Any] = row | {name: Spread(**row[name]) for name in _MEASURED}
+        return cls(**values)
 
 
 _MEASURED = tuple(each.name for each in fields(Row) if each.type == "Spread")
