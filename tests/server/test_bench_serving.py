@@ -18,7 +18,7 @@ pytestmark = pytest.mark.server
 SIZES = ("--groups=2", "--per-group=4", "--prefix-tokens=256", "--output-tokens=8")
 
 
-def test_two_policies_two_runs_and_ctrl_c_in_the_last(model, tmp_path):
+def test_two_policies_two_runs_and_ctrl_c_in_the_last(model, tmp_path, request):
     said, report = tmp_path / "stderr", tmp_path / "report.json"
     command = [
         *(sys.executable, "-m", "feather_sglang.cli", "bench", "serving", "--workload=mixed", *SIZES, "--rate=40"),
@@ -26,6 +26,7 @@ def test_two_policies_two_runs_and_ctrl_c_in_the_last(model, tmp_path):
     ]
     with said.open("w") as stderr:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, start_new_session=True)
+    request.addfinalizer(lambda: process.poll() is None and process.send_signal(signal.SIGINT))
     while said.read_text().count("fcfs: serving 16 requests, 40/s") < 2:  # the order of the second run is reversed
         assert process.poll() is None, said.read_text()
         time.sleep(0.2)
