@@ -144,18 +144,18 @@ def _lines(rows: Sequence[Row]) -> Iterator[str]:
         f"at most {first.most_cached:.1%} of the prompt tokens can come from cache"
     )
     yield (
-        f"{'policy':<10}"
+        f"{'policy':<18}"
         + "".join(f"{head:>{width}}" for _, head, width, _ in _COLUMNS)
         + (f"{'feather is':>12}{'its TTFT':>10}{'done':>6}{'failed':>8}{'differing':>11}")
     )
-    feather = next((row for row in rows if row.policy == "feather"), None)
+    feather = next((row for row in rows if row.policy.startswith("feather")), None)
     for row in rows:
-        yield f"{row.policy:<10}{_cells(row, 'median')}" + (
+        yield f"{row.policy:<18}{_cells(row, 'median')}" + (
             f"{_ratio(feather, row, 'output_tokens_per_s'):>12}{_ratio(feather, row, 'ttft_p50_ms'):>10}"
             f"{row.completed:>6}{row.failed:>8}{row.differing:>11}"
         )
         if row.runs > 1:
-            yield f"{'':<10}{_cells(row, 'lowest', 'highest')}"
+            yield f"{'':<18}{_cells(row, 'lowest', 'highest')}"
 
 
 def _cells(row: Row, *of_spread: str) -> str:
