@@ -258,6 +258,17 @@ def test_a_tiny_server_gets_the_cpus_flags(started, tmp_path):
     assert server.log == tmp_path / "new" / "server-locality-lpm.log" and started[-1] == "stopped"
 
 
+def test_feathers_batching_policies_are_policies_to_compare(started, tmp_path, feather_server):
+    with OwnServers(tmp_path).serve(workloads.make("locality"), "feather-ucb"):
+        pass
+    assert started[0].flags[1:3] == ["--schedule-policy=feather", "--feather-policy=ucb"]
+    host = RunningServer(f"http://127.0.0.1:{feather_server.server_port}", switch=True)
+    with host.serve(workloads.make("mixed"), "feather-static"):
+        assert feather_server.asked == [("/feather/policy", {"policy": "static"})]
+    rows, _ = compared(["fcfs", "feather-ucb"], 1, [result("fcfs", 100.0), result("feather-ucb", 150.0)])
+    assert "1.50 x" in compare.table(rows).splitlines()[2]
+
+
 def test_a_real_models_server_gets_the_workloads_flags_and_then_the_users(started, tmp_path, monkeypatch):
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     host = OwnServers(tmp_path, "some/model", ["--tp-size=2"])
