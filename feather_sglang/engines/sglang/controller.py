@@ -188,6 +188,7 @@ class Controller:
         self.failures, self.disabled, self.why = 0, False, ""
         self._change(settings, policy, learned)
         self._hide_matches()
+        self.report()
 
     def configure(self, settings: Settings, *, rebuild: bool) -> None:
         """Go on with these settings, which name the same policy. Between two passes, on every rank.
