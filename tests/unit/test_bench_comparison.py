@@ -251,10 +251,11 @@ def started(monkeypatch):
 
 def test_a_tiny_server_gets_the_cpus_flags(started, tmp_path):
     setting = workloads.make("locality")
-    with OwnServers(tmp_path / "new").serve(setting, "lpm"):
+    with OwnServers(tmp_path / "new", flags=["--max-total-tokens=9"]).serve(setting, "lpm"):
         [server] = started
     assert server.flags[:2] == [f"--model-path={tmp_path}/new/tiny", "--schedule-policy=lpm"]
     assert {"--device=cpu", "--max-total-tokens=300000", "--max-running-requests=32"} <= set(server.flags)
+    assert server.flags[-1] == "--max-total-tokens=9", "the user's is stronger"
     assert server.log == tmp_path / "new" / "server-locality-lpm.log" and started[-1] == "stopped"
 
 
