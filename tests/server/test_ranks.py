@@ -62,6 +62,8 @@ def test_two_ranks_with_different_clocks_decide_the_same_in_every_pass(serve, tm
     assert len(answers) == 300 and all(len(each) == 1 and each[0][0] == 200 for each in answers.values())
     log = server.log.read_text()
     assert log.count("CLOCKS ARE SKEWED") == 1 and "Feather failed" not in log
+    weights = re.findall(r"weight_tokens=(\d+)", log)
+    assert len(weights) == 2 and int(weights[0]) == int(weights[1]) > 0, "rank 0's figure, on both"
     first, second = decided(server.trace), decided(f"{server.trace}.rank1")
     assert first == second and len(first) > 10
     if policy != "static":
