@@ -25,7 +25,15 @@ def test_two_policies_two_runs_and_ctrl_c_in_the_last(model, tmp_path, request):
         *("--policies=fcfs,feather", "--runs=2", f"--json={report}", f"--folder={model.parent}"),
     ]
     with said.open("w") as stderr:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, start_new_session=True)
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            start_new_session=True,
+            # Whoever is run in a shell's background inherits that Ctrl-C is ignored.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
     request.addfinalizer(lambda: process.poll() is None and process.send_signal(signal.SIGINT))
     while said.read_text().count("fcfs: serving 16 requests, 40/s") < 2:  # the order of the second run is reversed
         assert process.poll() is None, said.read_text()
