@@ -1,4 +1,4 @@
-"""The operator's page, run as it stands."""
+"""The operator's page and that of the settings, run as they stand."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ def test_the_operators_page_runs_as_it_stands(model, tmp_path):
     server = None
     page = blocks("docs/operator.md")
     assert len(page) >= 5
+    page += blocks("docs/settings.md")  # on the file that the operator's page has written
     try:
         for block in page:
             if "launch_server" in block:
