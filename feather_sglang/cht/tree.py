@@ -249,14 +249,14 @@ class ChunkedHashTree:
 
         Most waiting first, then deepest; requests that share nothing are left out. O(requests), for reports.
         """
-        counts: dict[_Node, list[int]] = {}
+        found: dict[int, tuple[int, list[int]]] = {}  # by id: compiled nodes have no hash
         for request in self._requests.values():
             node = _node_of(request)
             if node.depth and node.own < 2 and not node.children:
                 node = _parent(node)  # where others end or branch off, or it would be one node with this one
             if node.depth:
-                counts.setdefault(node, [0, 0])[request.support] += 1
-        groups = [Group(node.depth, waiting, active) for node, (waiting, active) in counts.items()]
+                found.setdefault(id(node), (node.depth, [0, 0]))[1][request.support] += 1
+        groups = [Group(depth, waiting, active) for depth, (waiting, active) in found.values()]
         return sorted(groups, key=lambda group: (-group.waiting, -group.depth))
 
     def best(self) -> Candidate | None:
