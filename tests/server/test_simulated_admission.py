@@ -18,6 +18,8 @@ from feather_sglang.simulation.workload import Ask, build
 pytestmark = pytest.mark.server
 
 GROUPS, PER_GROUP, PREFIX, SUFFIX = 6, 10, 192, 24
+# Tokens: worth a batch of 10 that shares 192.
+WEIGHTS = 480
 
 RECORDER = """
 import json, os
@@ -54,7 +56,7 @@ def simulated(requests, outputs, policy, config):
         "server test", "", [Ask(0.0, [(token, 1) for token in ids], outputs[rid]) for rid, ids in requests]
     )
     steps = StepCost(load_hardware("H100"), load_model("Llama-3-8B"))
-    engine = Engine(workload, config, steps, load_pass_cost(policy), policy, Settings())
+    engine = Engine(workload, config, steps, load_pass_cost(policy), policy, Settings(weight_tokens=WEIGHTS))
     admitted = []
     original = engine._admit
 
@@ -84,6 +86,7 @@ def test_admissions_equal_the_servers(serve, recorder, tmp_path, policy, chunk):
         "--disable-overlap-schedule",
         "--max-prefill-tokens=1000",
         f"--chunked-prefill-size={chunk or -1}",
+        f"--feather-weight-tokens={WEIGHTS}",  # two models, and one policy
         policy=policy,
         environment=recorder,
     )
