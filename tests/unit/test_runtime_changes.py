@@ -105,6 +105,14 @@ def test_sglangs_policy_is_alone_in_charge_until_feather_is_back():
     assert engine.own_passes == before + 1 and state(engine)["why"] == ""
 
 
+def test_a_switch_is_reported_at_once():
+    engine, in_charge = make(), []
+    engine.controller.report_to(lambda controller: in_charge.append(not controller.disabled))
+    switch(engine, "lpm")
+    switch(engine, "static")
+    assert in_charge == [False, True]
+
+
 def test_another_policy_of_feathers_keeps_everybodys_place():
     engine = make(slots=2)
     engine.waiting_queue += [Req(i, [i] * 12) for i in range(6)]
