@@ -80,7 +80,10 @@ async def generate(session, url, rid, ids, tokens, **extra):
 
 @contextlib.contextmanager
 def frozen(server):
-    """Freeze the scheduler processes: what is sent meanwhile arrives at one moment, in order."""
+    """Freeze the scheduler processes: what is sent meanwhile arrives within milliseconds, in order.
+
+    Not all before the first pass: the thread that receives wakes with the scheduler and races it.
+    """
     family = psutil.Process(server.pid).children(recursive=True)
     schedulers = [each for each in family if each.name().startswith("sglang::schedul")]
     assert schedulers
@@ -93,15 +96,21 @@ def frozen(server):
             each.resume()
 
 
-def ask_all(server, requests, tokens=16, abort=(), delay=0.0, **extra):
+def ask_all(server, requests, tokens=16, abort=(), delay=0.0, behind=0, **extra):
     """Send all at once; abort the named ones ``delay`` seconds later. Returns rid -> list of (status, answer).
 
-    ``tokens`` is the length of every answer, or a function from rid to it.
+    ``tokens`` is the length of every answer, or a function from rid to it. ``behind``: prompt tokens of one request
+    more, which is being prefilled when the others come, so that the next pass finds them all.
     """
 
     async def main():
         timeout = aiohttp.ClientTimeout(total=600)
         async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+            if behind:
+                [(_, ids)] = prompts(1, 1, behind, 0, seed=99)
+                first = asyncio.create_task(generate(session, server.url, "first", ids, 1))
+                await asyncio.sleep(0.3)
+                assert not first.done(), "its prefill must last until the others are there"
             with frozen(server):
                 jobs = [
                     asyncio.create_task(

@@ -34,7 +34,7 @@ def test_interleaved_groups_are_served_in_homogeneous_batches(serve):
     # On its own it would be 11 of 12 slots here, since 11 times 512 shared tokens are worth this model's weights.
     server = serve("--max-total-tokens=40000", "--max-running-requests=12", "--feather-min-batch=8")
     requests = prompts(groups=8, per_group=12, prefix=512, suffix=20)
-    texts(ask_all(server, requests, tokens=24))
+    texts(ask_all(server, requests, tokens=24, behind=7_000))
     records = admissions(server)
     admitted: dict[str, int] = {}
     group = None
