@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import feather_sglang
 from feather_sglang import cli_bench, cli_compat, cli_operate, cli_serving, cli_simulate, compiling
 from feather_sglang.bench.server import ServerError
+from feather_sglang.cli_parser import Parser
 from feather_sglang.cli_shared import bad_use, complain, refused_outputs, report, say
 
 _DEVICES = ("cpu", "cuda")
@@ -18,7 +20,7 @@ _DEVICES = ("cpu", "cuda")
 
 def make_parser() -> argparse.ArgumentParser:
     """All subcommands; the arguments' ``run`` is the function to call with them."""
-    parser = argparse.ArgumentParser(
+    parser: argparse.ArgumentParser = Parser(
         prog="feather-sglang", description="Prefix-homogeneous batch scheduling for SGLang."
     )
     parser.add_argument("--version", action="version", version=f"feather-sglang {feather_sglang.__version__}")
@@ -36,6 +38,7 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; returns the exit code: 0 done, 1 failed, 2 bad use, 130 interrupted."""
     args = make_parser().parse_args(argv)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # whoever stops the command stops its servers, too
     try:
         return int(args.run(args))
     except KeyboardInterrupt:

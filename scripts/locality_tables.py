@@ -20,8 +20,8 @@ def main() -> int:
     batch_rows = [batches.BatchRow(**row) for row in report["batches"]]
     rows = [compare.Row.from_dict(row) for row in report["rows"]]
     tables = {"batches": batches.table(batch_rows)} if batch_rows else {}
-    if rows:
-        tables["workloads"] = compare.table(rows)
+    for name in {row.workload for row in rows}:
+        tables[name] = compare.table([row for row in rows if row.workload == name])
     return fill(ROOT / "docs" / "locality.md", tables)
 
 

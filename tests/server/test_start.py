@@ -53,6 +53,7 @@ FEATHER = ("--device=cpu", "--schedule-policy=feather")
         (("--enable-dp-attention", "--tp-size=2"), "--enable-dp-attention is not supported"),
         (("--disaggregation-mode=prefill",), "--disaggregation-mode is not supported"),
         (("--feather-max-wait-s=-1",), "max_wait_s must be a number of at least 0, got '-1'"),
+        (("--feather-polcy=ucb",), "--feather-polcy: unknown flag; did you mean --feather-policy?"),
         (("--feather-chunk-size=0",), "chunk_size must be an integer of at least 1, got '0'"),
         (
             ("--feather-policy=magic",),

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
-from feather_sglang.cli import main
+from feather_sglang.cli import main, make_parser
 
 
 def test_importing_the_package_needs_neither_sglang_nor_torch():
@@ -31,6 +34,44 @@ def test_bad_use_is_one_line_and_exit_code_2(arguments, message, capsys):
     assert main(arguments) == 2
     out, err = capsys.readouterr()
     assert not out and message in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["demo", "--polices=fcfs"], "feather-sglang demo: error: --polices: unknown flag; did you mean --policies?"),
+        (["--json=x", "demo"], "feather-sglang: error: --json: unknown flag; valid: -h, --help, --version"),
+        (["top", "--xyz"], "feather-sglang top: error: --xyz: unknown flag; valid: -h, --help, --url, --interval, "),
+        (["config", "--feather-polcy=ucb"], "config: error: --feather-polcy: unknown flag; did you mean --feather-pol"),
+        (["bench", "decode", "now"], "feather-sglang bench decode: error: unknown argument 'now'"),
+        (["bench", "serving"], "error: the following arguments are required: --workload"),
+        (["serve"], "invalid choice: 'serve' (choose from 'demo', "),
+    ],
+)
+def test_what_the_parser_refuses_is_one_line_and_exit_code_2(arguments, line, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    out, err = capsys.readouterr()
+    assert stop.value.code == 2 and not out and line in err and err.count("\n") == 1
+
+
+def test_flags_for_servers_are_not_looked_at():
+    args = make_parser().parse_args(["bench", "serving", "--workload=mixed", "--", "--polices=fcfs", "-x"])
+    assert args.flags == ["--polices=fcfs", "-x"]
+
+
+def test_being_stopped_is_like_ctrl_c(monkeypatch, capsys):
+    def stopped(_):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(10)
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr("feather_sglang.cli._compile", stopped)
+    try:
+        assert main(["compile"]) == 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 def test_numbers_are_checked(capsys):

@@ -12,7 +12,7 @@ import argparse
 import dataclasses
 import os
 import sys
-from collections.abc import Collection, Mapping, MutableMapping
+from collections.abc import Collection, Iterable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -69,6 +69,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         else:
             metavar = "N" if isinstance(spec.default, int) else spec.name.rsplit("_", 1)[-1].upper()
             group.add_argument(flag_of(spec.name), metavar=metavar, help=help_)
+    _refuse_misspelt_flags(parser)
+
+
+def _refuse_misspelt_flags(parser: argparse.ArgumentParser) -> None:
+    """One line about an unknown flag of ours, where SGLang's parser would print hundreds before it."""
+    plain, prefix = parser.error, flag_of("")
+
+    def error(message: str) -> NoReturn:
+        words = message.split() if message.startswith("unrecognized arguments:") else []
+        ours = [word for word in words if word.startswith(prefix)]
+        if ours:
+            refuse(unknown_flag(ours[0], [flag for flag in parser._option_string_actions if flag.startswith(prefix)]))
+        plain(message)
+
+    parser.error = error  # type: ignore[method-assign]
+
+
+def unknown_flag(word: str, valid: Iterable[str]) -> str:
+    """A line about an argument that begins with none of the valid flags."""
+    flag = word.partition("=")[0]
+    names = {each.lstrip("-"): each for each in valid}
+    near = nearest(flag.lstrip("-"), names)
+    return f"{flag}: unknown flag; " + (
+        f"did you mean {names[near]}?" if near else f"valid: {', '.join(names.values())}"
+    )
 
 
 def export_arguments(args: argparse.Namespace, environ: MutableMapping[str, str] = os.environ) -> set[str]:
