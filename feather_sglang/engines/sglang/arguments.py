@@ -69,10 +69,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         else:
             metavar = "N" if isinstance(spec.default, int) else spec.name.rsplit("_", 1)[-1].upper()
             group.add_argument(flag_of(spec.name), metavar=metavar, help=help_)
-    _refuse_misspelt_flags(parser)
 
 
-def _refuse_misspelt_flags(parser: argparse.ArgumentParser) -> None:
+def refuse_misspelt_flags(parser: argparse.ArgumentParser) -> None:
     """One line about an unknown flag of ours, where SGLang's parser would print hundreds before it."""
     plain, prefix = parser.error, flag_of("")
 

@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 def after_add_cli_args(result: Any, parser: argparse.ArgumentParser) -> None:
     """``ServerArgs.add_cli_args``: our flags come after SGLang's own."""
     arguments.add_arguments(parser)
+    arguments.refuse_misspelt_flags(parser)
 
 
 def before_from_cli_args(_cls: type, args: argparse.Namespace, *_: Any, **__: Any) -> None:
