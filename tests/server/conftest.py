@@ -123,6 +123,8 @@ def ask_all(server, requests, tokens=16, abort=(), delay=0.0, behind=0, **extra)
             for rid in abort:
                 async with session.post(server.url + "/abort_request", json={"rid": rid}) as response:
                     await response.read()
+            if behind:
+                assert (await first)[1] == 200
             answers = {}
             for rid, status, answer in await asyncio.gather(*jobs):
                 answers.setdefault(rid, []).append((status, answer))
