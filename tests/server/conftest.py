@@ -82,7 +82,8 @@ async def generate(session, url, rid, ids, tokens, **extra):
 def frozen(server):
     """Freeze the scheduler processes: what is sent meanwhile arrives within milliseconds, in order.
 
-    Not all before the first pass: the thread that receives wakes with the scheduler and races it.
+    Not all before the first pass: the thread that receives wakes with the scheduler and races it. For that, see
+    :func:`together`.
     """
     family = psutil.Process(server.pid).children(recursive=True)
     schedulers = [each for each in family if each.name().startswith("sglang::schedul")]
@@ -96,21 +97,15 @@ def frozen(server):
             each.resume()
 
 
-def ask_all(server, requests, tokens=16, abort=(), delay=0.0, behind=0, **extra):
+def ask_all(server, requests, tokens=16, abort=(), delay=0.0, **extra):
     """Send all at once; abort the named ones ``delay`` seconds later. Returns rid -> list of (status, answer).
 
-    ``tokens`` is the length of every answer, or a function from rid to it. ``behind``: prompt tokens of one request
-    more, which is being prefilled when the others come, so that the next pass finds them all.
+    ``tokens`` is the length of every answer, or a function from rid to it.
     """
 
     async def main():
         timeout = aiohttp.ClientTimeout(total=600)
         async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
-            if behind:
-                [(_, ids)] = prompts(1, 1, behind, 0, seed=99)
-                first = asyncio.create_task(generate(session, server.url, "first", ids, 1))
-                await asyncio.sleep(0.3)
-                assert not first.done(), "its prefill must last until the others are there"
             with frozen(server):
                 jobs = [
                     asyncio.create_task(
@@ -123,8 +118,6 @@ def ask_all(server, requests, tokens=16, abort=(), delay=0.0, behind=0, **extra)
             for rid in abort:
                 async with session.post(server.url + "/abort_request", json={"rid": rid}) as response:
                     await response.read()
-            if behind:
-                assert (await first)[1] == 200
             answers = {}
             for rid, status, answer in await asyncio.gather(*jobs):
                 answers.setdefault(rid, []).append((status, answer))
@@ -141,6 +134,32 @@ def fake_plugin(folder, body, name="other"):
     (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{name} = {name}:register\n")
     (folder / f"{name}.py").write_text(body)
     return {"PYTHONPATH": str(folder)}
+
+
+TOGETHER = """
+def register():
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    held = []
+    def pull(original, receiver, *args, **kwargs):
+        passed = []
+        for each in original(receiver, *args, **kwargs):
+            (held if str(getattr(each, "rid", "")).startswith("g") else passed).append(each)
+        if len(held) == {count}:
+            passed += held
+            held.clear()
+        return passed
+    HookRegistry.register(
+        "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver._pull_raw_reqs",
+        pull, HookType.AROUND,
+    )
+"""
+
+
+def together(folder, count):
+    """A plugin that keeps the requests of :func:`prompts` from the scheduler until ``count`` are there: one pass sees
+    them all, however fast the machine is. Returns the environment that installs it.
+    """
+    return fake_plugin(folder, TOGETHER.format(count=count), "together")
 
 
 def admissions(server):

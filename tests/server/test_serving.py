@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from conftest import admissions, ask_all, prompts
+from conftest import admissions, ask_all, prompts, together
 
 pytestmark = pytest.mark.server
 
@@ -30,11 +30,12 @@ def test_greedy_outputs_equal_those_under_fcfs(serve):
     assert len(got) == 64
 
 
-def test_interleaved_groups_are_served_in_homogeneous_batches(serve):
+def test_interleaved_groups_are_served_in_homogeneous_batches(serve, tmp_path):
     # On its own it would be 11 of 12 slots here, since 11 times 512 shared tokens are worth this model's weights.
-    server = serve("--max-total-tokens=40000", "--max-running-requests=12", "--feather-min-batch=8")
+    flags = ("--max-total-tokens=40000", "--max-running-requests=12", "--feather-min-batch=8")
     requests = prompts(groups=8, per_group=12, prefix=512, suffix=20)
-    texts(ask_all(server, requests, tokens=24, behind=7_000))
+    server = serve(*flags, environment=together(tmp_path / "site", len(requests)))
+    texts(ask_all(server, requests, tokens=24))
     records = admissions(server)
     admitted: dict[str, int] = {}
     group = None

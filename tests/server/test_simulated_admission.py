@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 
 import pytest
-from conftest import ask_all, prompts
+from conftest import ask_all, fake_plugin, prompts, together
 
 from feather_sglang.scheduling import Settings
 from feather_sglang.simulation.cost import StepCost
@@ -21,6 +20,7 @@ GROUPS, PER_GROUP, PREFIX, SUFFIX = 6, 10, 192, 24
 # Tokens: worth a batch of 10 that shares 192.
 WEIGHTS = 480
 
+# Writes down whom SGLang admits, with the tokens cached and computed.
 RECORDER = """
 import json, os
 def register():
@@ -33,20 +33,6 @@ def register():
         return result
     HookRegistry.register("sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req", record, HookType.AROUND)
 """
-
-
-@pytest.fixture
-def recorder(tmp_path):
-    """A plugin of its own that writes down whom SGLang admits, with the tokens cached and computed."""
-    site = tmp_path / "site"
-    (site / "recorder-1.0.dist-info").mkdir(parents=True)
-    (site / "recorder-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: recorder\nVersion: 1.0\n")
-    (site / "recorder-1.0.dist-info" / "entry_points.txt").write_text(
-        "[sglang.srt.plugins]\nrecorder = recorder:register\n"
-    )
-    (site / "recorder.py").write_text(RECORDER)
-    path = os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH"))))
-    return {"PYTHONPATH": path, "RECORD": str(tmp_path / "admitted.jsonl")}
 
 
 def simulated(requests, outputs, policy, config):
@@ -73,7 +59,7 @@ def simulated(requests, outputs, policy, config):
 
 @pytest.mark.parametrize("policy", ["fcfs", "lpm", "dfs-weight", "feather"])
 @pytest.mark.parametrize("chunk", [None, 256], ids=["unsplit", "chunked"])
-def test_admissions_equal_the_servers(serve, recorder, tmp_path, policy, chunk):
+def test_admissions_equal_the_servers(serve, tmp_path, policy, chunk):
     """60 requests in 6 groups arrive at one moment, with outputs of unequal lengths and a KV cache that evicts."""
     requests = prompts(GROUPS, PER_GROUP, PREFIX, SUFFIX)
     random.Random(5).shuffle(requests)
@@ -88,7 +74,11 @@ def test_admissions_equal_the_servers(serve, recorder, tmp_path, policy, chunk):
         f"--chunked-prefill-size={chunk or -1}",
         f"--feather-weight-tokens={WEIGHTS}",  # two models, and one policy
         policy=policy,
-        environment=recorder,
+        environment={
+            **fake_plugin(tmp_path / "site", RECORDER, "recorder"),
+            **together(tmp_path / "site", len(requests)),
+            "RECORD": str(tmp_path / "admitted.jsonl"),
+        },
     )
     answers = ask_all(server, requests, tokens=outputs.__getitem__)
     assert len(answers) == 60
