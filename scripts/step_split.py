@@ -1,4 +1,4 @@
-"""Where a decode step's time goes on the CPU server: python scripts/step_split.py [REQUESTS [PREFIXES]]
+"""Where a decode step's time goes on the CPU server: python scripts/step_split.py [REQUESTS [PREFIXES [PREFIX_TOKENS]]]
 
 Samples the scheduler's process with py-spy (it comes with sglang) while one batch decodes on the locality page's
 server, and sorts the samples by the innermost function that is told apart.
@@ -58,20 +58,21 @@ def _sample(server: Server, folder: Path) -> str:
     family = psutil.Process(server.pid).children(recursive=True)
     [scheduler] = [each for each in family if each.name().startswith("sglang::schedul")]
     out = folder / "stacks.txt"
-    command = ["py-spy", "record", f"--pid={scheduler.pid}", f"--duration={_SECONDS}", "--rate=200", "--format=raw"]
+    spy = Path(sys.executable).with_name("py-spy")
+    command = [str(spy), "record", f"--pid={scheduler.pid}", f"--duration={_SECONDS}", "--rate=200", "--format=raw"]
     subprocess.run([*command, "--full-filenames", f"--output={out}"], check=True, stdout=sys.stderr)
     return out.read_text()
 
 
 def main() -> int:
     """Print the split of one kind of batch."""
-    requests, prefixes = (int(each) for each in (*sys.argv[1:], *("32", "1")[len(sys.argv) - 1 :]))
+    requests, prefixes, length = (int(each) for each in (*sys.argv[1:], *("32", "1", "8192")[len(sys.argv) - 1 :]))
     model = make_tiny_model(ROOT / ".demo" / "attention-model", shape=ATTENTION)
     flags = [f"--model-path={model}", "--max-running-requests=64", *locality.FLAGS]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with Server(flags, folder / "server.log") as server:
-            prompts = batches.Prompts(prefixes, 8192, 32)
+            prompts = batches.Prompts(prefixes, length, 32)
             for prefix in range(prefixes):
                 asyncio.run(batches.send(server.url, [prompts.one(prefix)], 1))
             batch = [prompts.one(prefix) for prefix in batches.groups(requests, prefixes)]
@@ -88,7 +89,7 @@ def main() -> int:
             client.join()
     found = split(raw)
     step_ms = 1e3 * requests / rates[0]
-    print(f"{requests} requests, {prefixes} prefixes: a step takes {step_ms:.1f} ms")
+    print(f"{requests} requests, {prefixes} prefixes of {length}: a step takes {step_ms:.1f} ms")
     for part, count in found.most_common():
         share = count / found.total()
         print(f"{part:<52}{share:>7.1%}{share * step_ms:>9.1f} ms")
