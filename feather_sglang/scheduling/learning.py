@@ -88,6 +88,7 @@ class LearnedPolicy(BatchingPolicy):
     def __init__(self, settings: Settings, max_batch: int) -> None:
         self.freeze = settings.freeze
         self.bins = Bins.of(settings)
+        #: What is learned; what decides is the copy that the champion has in force.
         self.cells: dict[int, Arms] = {}
         #: Counters, for metrics: decisions looked up, intervals, bad rewards.
         self.decisions = self.intervals = self.ignored_rewards = 0
@@ -103,7 +104,7 @@ class LearnedPolicy(BatchingPolicy):
         self._followed: dict[Decision, bool] = {}  # in this interval -> on trial
         self._pending: deque[tuple[int, dict[Decision, bool]]] = deque(maxlen=_MAX_PENDING)  # followed, no reward yet
         self._episodes: deque[Episode] = deque()  # rewarded, return not complete
-        self._champion: Champion[Table] = Champion(_copy)
+        self._champion: Champion[Table] = Champion(_copy, (self.cells, self.trials.rule))
 
     @property
     def exploration_share(self) -> float:
@@ -148,7 +149,7 @@ class LearnedPolicy(BatchingPolicy):
         preferred = self._by_threshold(self.trials.rule[state.related], state)
         self.decisions += 1
         self.trials.begin(state.related, self._interval)
-        arms = self.cells.get(cell)
+        arms = self._champion.in_force[0].get(cell)
         action = preferred if arms is None else arms.best(preferred, self._min_gain)
         self._chosen[cell] = action
         return action
@@ -244,7 +245,7 @@ class LearnedPolicy(BatchingPolicy):
         """What the cells knew was under another rule."""
         self.cells = {}
         self._episodes.clear()
-        self._champion.begin()
+        self._champion.put_in_force((self.cells, self.trials.rule))
 
     # ---------------------------------------------------------------- storing
 
@@ -283,6 +284,7 @@ class LearnedPolicy(BatchingPolicy):
         self.cells = cells
         self.trials.go_back(list(thresholds))
         self._champion.forget()
+        self._champion.put_in_force((self.cells, self.trials.rule))
         self._episodes.clear()
 
 

@@ -54,6 +54,12 @@ def credit(policy, state, action, reward, interval):
         policy._close(0)
 
 
+def end_window(policy):
+    """What was learned decides from now on."""
+    policy._champion.put_in_force((policy.cells, policy.trials.rule))
+    policy._chosen = {}
+
+
 @pytest.mark.parametrize("name", LEARNED)
 @given(batch=st.integers(1, 99), delta=st.integers(0, 80), sharing=st.integers(1, 50), held=st.integers(0, 20),
        related=st.booleans())  # fmt: skip
@@ -67,7 +73,7 @@ def test_it_decides_for_what_brought_more(name):
     policy = make(name)
     state = lossy(20)
     for n in range(16):
-        policy._chosen = {}
+        end_window(policy)
         # As static does, until enough has been seen of the other action.
         assert policy.admit(state) == (n >= 12 if name == "ucb" else n >= 10), n
         credit(policy, state, n % 2, 500 if n % 2 == STOP else 900, n)
@@ -80,7 +86,7 @@ def test_the_static_action_stays_where_the_other_is_hardly_better(name):
         policy = make(name, min_gain=0.02)
         for n in range(20):
             credit(policy, lossy(20), n % 2, 1000 * gain if n % 2 == ADD else 1000, n)
-        policy._chosen = {}
+        end_window(policy)
         assert policy.admit(lossy(20)) is admitted
 
 
@@ -89,11 +95,11 @@ def test_it_adapts_after_a_change(name):
     policy = make(name)
     for n in range(200):
         credit(policy, lossy(20), n % 2, 900 if n % 2 else 500, n)
-    policy._chosen = {}
+    end_window(policy)
     assert policy.admit(lossy(20))
     for n in range(200, 260):
         credit(policy, lossy(20), n % 2, 500 if n % 2 else 900, n)
-    policy._chosen = {}
+    end_window(policy)
     assert not policy.admit(lossy(20))
 
 
@@ -173,7 +179,7 @@ def test_those_held_count_as_in_the_batch():
     relative = lossy(20, related=True)
     for n in range(20):
         credit(policy, relative, n % 2, 900 if n % 2 else 500, n)
-    policy._chosen = {}
+    end_window(policy)
     assert policy.admit(relative._replace(batch=12, held=8)) and not policy.admit(relative._replace(held=30))
 
 
@@ -227,6 +233,7 @@ def test_a_trial_says_nothing_about_what_came_before_it():
 def warm(policy):
     """Some cells, some episodes, and a best table that is another one."""
     policy.cells = {3: module.Arms([500.0, 0.0], [9.0, 0.0])}
+    end_window(policy)
     policy._episodes.append(module.Episode({(3, STOP): False}))
     policy._champion.table = ({7: module.Arms([900.0, 0.0], [9.0, 0.0])}, [8.0, None])
     policy._champion._value = 900.0
@@ -245,6 +252,27 @@ def test_a_much_worse_table_gives_way_to_the_best_one_with_its_rule():
         assert list(policy.cells) == [3]
         policy.learn(n, 400.0, 1.0)
     assert list(policy.cells) == [7] and policy.trials.rule == [8.0, None]
+
+
+def test_what_is_learned_within_a_window_decides_when_it_is_over():
+    """What is judged is what has acted."""
+    policy = make()
+    for n in range(champion._WINDOW):
+        policy._chosen = {}
+        assert not policy.admit(lossy(20)), n
+        credit(policy, lossy(20), n % 2, 900 if n % 2 else 500, n)
+    policy._chosen = {}
+    assert policy.admit(lossy(20))
+    assert policy.snapshot()["cells"], "nothing to compare the first window with, so what was learned in it is kept"
+
+
+def test_what_is_restored_decides_at_once():
+    policy = make()
+    for n in range(20):
+        credit(policy, lossy(20), n % 2, 900 if n % 2 else 500, n)
+    again = make(freeze=True)
+    again.restore(policy.snapshot())
+    assert again.admit(lossy(20)) and not make(freeze=True).admit(lossy(20))
 
 
 def test_the_best_table_is_judged_without_trials_and_forgotten_with_the_traffic():
@@ -268,6 +296,7 @@ def test_under_a_new_rule_cells_and_the_judgement_begin_anew(monkeypatch):
     monkeypatch.setattr(policy.trials, "interval_over", lambda decisions: True)
     policy.formed(2, 20)
     assert not policy.cells and not policy._episodes and policy._champion._count == 0
+    assert not policy._champion.in_force[0], "nor do the old cells decide"
     assert policy._champion.table, "to be compared with"
 
 

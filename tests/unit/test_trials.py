@@ -153,26 +153,30 @@ def test_a_restored_rule_of_another_server_is_the_nearest_of_this_one():
 
 @pytest.fixture
 def champion():
-    return Champion(dict)
+    return Champion(dict, {})
 
 
 def window(champion, table, reward, seconds=1.0):
-    backs = [champion.hear(reward, seconds, table) for _ in range(_WINDOW)]
+    """A window in which this table is in force."""
+    champion.put_in_force(table)
+    backs = [champion.hear(reward, seconds, {"learned": 1}) for _ in range(_WINDOW)]
     assert not any(backs[:-1])
     return backs[-1]
 
 
 def test_a_much_worse_table_gives_way_to_the_best_one(champion):
     good, fair, bad = {"good": 1}, {"fair": 1}, {"bad": 1}
+    window(champion, {}, 700.0)
     assert window(champion, fair, 800.0) is None and champion.table == fair
     assert window(champion, good, 1000.0) is None and champion.table == good
     assert window(champion, fair, 960.0) is None and champion.table == good, "not that much worse"
     back = window(champion, bad, 700.0)
     assert back == good and back is not champion.table, "a copy, for learning to go on with"
+    assert champion.in_force == good
 
 
 def test_the_best_tables_figure_follows_slow_changes(champion):
-    window(champion, {"good": 1}, 1000.0)
+    window(champion, {}, 900.0)
     window(champion, {"good": 1}, 1000.0)
     for _ in range(30):
         assert window(champion, {"good": 1}, 960.0) is None
@@ -181,22 +185,32 @@ def test_the_best_tables_figure_follows_slow_changes(champion):
 
 def test_after_going_back_the_best_table_is_measured_anew(champion):
     """Or a better time in the past would bring every other table down for ever."""
+    window(champion, {}, 900.0)
     window(champion, {"good": 1}, 1000.0)
     assert window(champion, {"bad": 1}, 500.0) == {"good": 1}
     assert window(champion, {"good": 1}, 400.0) is None
     assert window(champion, {"bad": 1}, 500.0) is None and champion.table == {"bad": 1}
 
 
-def test_a_table_is_judged_as_it_was_when_its_window_began(champion):
-    window(champion, {"first": 1}, 90.0)
-    table = {"n": 0}
-    for n in range(_WINDOW):
-        table["n"] = n
-        champion.hear(100.0, 1.0, table)
-    assert champion.table == {"n": 0}
+def test_what_is_learned_comes_into_force_with_the_next_window_and_is_judged_as_it_was_then(champion):
+    learned = {"n": 0}
+    for n in range(3 * _WINDOW):
+        learned["n"] = n
+        assert champion.in_force == ({} if n < _WINDOW else {"n": n // _WINDOW * _WINDOW - 1})
+        champion.hear(100.0, 1.0, learned)
+    assert champion.table == {"n": 2 * _WINDOW - 1}
 
 
-def test_a_change_of_traffic_forgets_the_best_table(champion):
+def test_with_nothing_to_compare_with_the_best_is_what_was_learned(champion):
+    window(champion, {}, 100.0)
+    assert champion.table == champion.in_force == {"learned": 1}
+
+
+def test_a_change_of_traffic_forgets_the_best_table_and_leaves_the_present_one_in_force(champion):
+    window(champion, {}, 900.0)
     window(champion, {"good": 1}, 1000.0)
+    champion.put_in_force({"good": 1})
+    champion.hear(1000.0, 1.0, {})
     champion.forget()
-    assert champion.table is None and window(champion, {"bad": 1}, 100.0) is None
+    assert champion.table is None and champion.in_force == {"good": 1} and champion._count == 0
+    assert window(champion, {"bad": 1}, 100.0) is None
