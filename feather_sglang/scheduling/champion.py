@@ -16,6 +16,8 @@ from feather_sglang.scheduling.trials import Rate
 _WINDOW = 200
 # A table that brings less than this share of the best one's throughput is given up.
 _GIVEN_UP = 0.93
+# The best one, measured anew, brings less than this share of what it did: the traffic has changed.
+_CHANGED = 0.7
 # Weight of a window that is neither better nor that bad: the best one's figure follows slow changes of the load.
 _DRIFT = 0.1
 
@@ -35,6 +37,9 @@ class Champion(Generic[Table]):
     def __init__(self, copy: Callable[[Table], Table], table: Table) -> None:
         self._copy = copy
         self._value: float | None = None  # tokens/s of the best one; None: to be measured anew
+        self._before = 0.0  # what that was before
+        #: Whether the last reward showed that the best table, in force again, brings much less than before.
+        self.changed = False
         #: The best table so far; ``None`` until a window is over.
         self.table: Table | None = None
         self.put_in_force(table)
@@ -56,6 +61,7 @@ class Champion(Generic[Table]):
         Or the best one, where that is necessary: it is returned, for learning to go on with. O(1), but for copies of a
         table once a window.
         """
+        self.changed = False
         self._rate.add(reward, seconds)
         self._count += 1
         if self._count < _WINDOW:
@@ -64,9 +70,10 @@ class Champion(Generic[Table]):
         if self.table is None:
             self.table, self._value = self._copy(learned), mean  # nothing to compare with, so what is known by now
         elif self._value is None or mean >= self._value:
+            self.changed = self._value is None and mean < _CHANGED * self._before
             self.table, self._value = self.in_force, mean
         elif mean < _GIVEN_UP * self._value:
-            self._value = None  # what it brings now is measured in the next window
+            self._before, self._value = self._value, None  # what it brings now is measured in the next window
             back = self._copy(self.table)
         else:
             self._value += _DRIFT * (mean - self._value)

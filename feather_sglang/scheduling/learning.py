@@ -229,13 +229,15 @@ class LearnedPolicy(BatchingPolicy):
     # ------------------------------------------------------- the whole table
 
     def _judge(self, interval: int, reward: float, seconds: float) -> None:
-        """What the whole table brings, or the trial; the table goes back to the best one if it is much worse."""
+        """What the whole table brings, or the trial; learning goes back to the best table if that is much better."""
         on_trial = self.trials.running is not None
         if self.trials.heard(interval, reward, seconds):
             self._champion.forget()
         if on_trial:
             return
         back = self._champion.hear(reward, seconds, (self.cells, self.trials.rule))
+        if self._champion.changed:
+            self.trials.be_eager()
         if back is not None:
             self.cells, rule = back
             self.trials.go_back(rule)

@@ -174,6 +174,11 @@ class Trials:
         self.running = None
         self._forget_arms()
 
+    def be_eager(self) -> None:
+        """That trials have brought nothing up to now says nothing any more."""
+        self._rest_s /= self._patience
+        self._patience, self._in_vain = 1, 0
+
     # ---------------------------------------------------------------- inside
 
     def _next_arm(self, related: bool) -> int | None:
@@ -229,6 +234,5 @@ class Trials:
         for each in (self._usual, self._past):
             each.tokens, each.seconds = mean * rate.seconds, rate.seconds
         self._heard = 0
-        self._rest_s /= self._patience
-        self._patience, self._in_vain = 1, 0
+        self.be_eager()
         self._weight = [[0.0 for _ in row] for row in self._weight]

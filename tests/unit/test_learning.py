@@ -275,6 +275,16 @@ def test_what_is_restored_decides_at_once():
     assert again.admit(lossy(20)) and not make(freeze=True).admit(lossy(20))
 
 
+def test_where_even_the_best_table_brings_much_less_trials_begin_anew():
+    """A slow fall of the throughput is no surprise to the trials, which may have become rare by then."""
+    policy = warm(make(exploration=0.2))
+    policy.trials._patience = 64
+    for n in range(2 * champion._WINDOW):
+        assert policy.trials._patience == 64
+        policy.learn(n, 700.0 if n < champion._WINDOW else 600.0, 1.0)
+    assert policy.trials._patience == 1
+
+
 def test_the_best_table_is_judged_without_trials_and_forgotten_with_the_traffic():
     policy = warm(make(exploration=0.2))
     for n in range(100):

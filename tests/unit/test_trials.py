@@ -145,6 +145,15 @@ def test_another_load_makes_it_try_again():
     assert world.trials.rule == [16.0, None] and world.trials.begun > before
 
 
+def test_it_tries_again_soon_when_told_to():
+    world = World(lambda arm: 500.0, exploration=0.2).go(20000)
+    assert world.trials._patience >= 16
+    begun = world.trials.begun
+    world.trials.be_eager()
+    world.go(400)
+    assert world.trials.begun > begun + 1
+
+
 def test_a_restored_rule_of_another_server_is_the_nearest_of_this_one():
     trials = Trials(0.2, 16, 0.1)
     trials.go_back([64.0, None])
@@ -190,6 +199,19 @@ def test_after_going_back_the_best_table_is_measured_anew(champion):
     assert window(champion, {"bad": 1}, 500.0) == {"good": 1}
     assert window(champion, {"good": 1}, 400.0) is None
     assert window(champion, {"bad": 1}, 500.0) is None and champion.table == {"bad": 1}
+
+
+def test_where_the_best_table_brings_much_less_than_before_the_traffic_has_changed(champion):
+    for again, changed in ((650.0, True), (750.0, False)):
+        champion.forget()
+        window(champion, {}, 900.0)
+        window(champion, {"good": 1}, 1000.0)
+        window(champion, {"bad": 1}, 500.0)
+        heard = []
+        for _ in range(2 * _WINDOW):
+            champion.hear(again, 1.0, {})
+            heard.append(champion.changed)
+        assert heard == [False] * (_WINDOW - 1) + [changed] + [False] * _WINDOW, "once"
 
 
 def test_what_is_learned_comes_into_force_with_the_next_window_and_is_judged_as_it_was_then(champion):
