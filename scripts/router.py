@@ -17,6 +17,7 @@ from feather_sglang.bench import router, serving
 from feather_sglang.bench.progress import ticking
 from feather_sglang.bench.server import Server, ServerError, side_by_side
 from feather_sglang.bench.tiny_model import make_tiny_model
+from feather_sglang.cli_parser import Parser
 from feather_sglang.cli_shared import bad_use, complain, positive, report, say
 
 _NEEDS = "this needs sglang and sglang-router; run: pip install 'feather-sglang[sglang,router]'"
@@ -27,7 +28,7 @@ _WORKLOAD = serving.Workload(groups=32, per_group=6, prefix_tokens=1024)
 
 def main() -> int:
     """Compare, print, serve; returns the exit code: 0 done, 1 failed, 2 bad use, 130 interrupted."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--servers", type=positive, default=2, help="behind the router (default: %(default)s)")
     parser.add_argument("--folder", type=Path, default=Path(".demo"), help="for model and logs (default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="also write the results as JSON; - for standard output")

@@ -110,6 +110,22 @@ def test_bench_overhead_reports_every_policy(capsys):
     assert rows["feather"]["heap_entries"] <= 4 * 60
 
 
+def test_an_idle_pass_is_measured_with_the_whole_hook(monkeypatch):
+    pytest.importorskip("sglang")
+    from feather_sglang.bench import overhead
+
+    passes = []
+    whole = overhead.admission.around_get_new_batch_prefill
+
+    def counted(*given, **named):
+        passes.append(whole(*given, **named))
+        return passes[-1]
+
+    monkeypatch.setattr(overhead.admission, "around_get_new_batch_prefill", counted)
+    assert overhead._idle_us(overhead.Config(waiting=40, groups=2, prefix_tokens=256, admit=4)) > 0
+    assert len(passes) > 100 and not any(admitted for admitted, _ in passes[-100:])
+
+
 def test_long_work_says_what_it_is_doing(capsys):
     from feather_sglang.bench.progress import ticking
 
