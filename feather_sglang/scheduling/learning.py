@@ -78,8 +78,8 @@ class LearnedPolicy(BatchingPolicy):
     """Decides where the static rule may be wrong, and learns from the throughput that came of it.
 
     Left to :class:`StaticPolicy`: relatives that cost no depth (they always join), strangers while the batch's own
-    followers are held, strangers where nothing in the traffic is shared, and every cell in which not both actions have
-    been seen. With ``settings.freeze`` nothing is tried out and nothing learned.
+    followers are held, strangers where nothing in the traffic is shared, and every cell in which not both actions had
+    been seen when the champion's window began. With ``settings.freeze`` nothing is tried out and nothing learned.
     """
 
     #: Name in settings and in state files.

@@ -133,7 +133,7 @@ def fake_plugin(folder, body, name="other"):
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{name} = {name}:register\n")
     (folder / f"{name}.py").write_text(body)
-    return {"PYTHONPATH": str(folder)}
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))}
 
 
 TOGETHER = """
@@ -157,7 +157,8 @@ def register():
 
 def together(folder, count):
     """A plugin that keeps the requests of :func:`prompts` from the scheduler until ``count`` are there: one pass sees
-    them all, however fast the machine is. Returns the environment that installs it.
+    them all, however fast the machine is. Releases that receive elsewhere leave it out. Returns the environment that
+    installs it.
     """
     return fake_plugin(folder, TOGETHER.format(count=count), "together")
 
