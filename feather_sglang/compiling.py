@@ -21,6 +21,7 @@ import feather_sglang
 MODULES = (
     "cht/tree.py",
     "scheduling/arrivals.py",
+    "scheduling/warm.py",
     "scheduling/counters.py",
     "scheduling/policy.py",
     "scheduling/scheduler.py",

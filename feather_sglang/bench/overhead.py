@@ -200,7 +200,7 @@ class _Engine:
         self.chunked_req = None
         self.running_batch = SimpleNamespace(reqs=[], batch_is_full=False)
         self.max_running_requests = config.admit + 2
-        self.max_prefill_tokens, self.chunked_prefill_size = 10**9, None
+        self.max_prefill_tokens, self.chunked_prefill_size, self.max_total_num_tokens = 10**9, None, 10**6
         self.policy = SchedulePolicy("fcfs", SimpleNamespace(disable=True), False, False, False)
         # Protect the batch from its third member on, so that a full group leaves the others waiting.
         self.controller = Controller(self, Settings(min_batch=2), 0)

@@ -1,6 +1,6 @@
 """Layer 1, the prefix index: chunk hashes and the chunked hash tree (paper, Part A)."""
 
 from feather_sglang.cht.hashing import DEFAULT_CHUNK_SIZE, TokenIds, chunk_hashes
-from feather_sglang.cht.tree import Candidate, ChunkedHashTree, Group, Run
+from feather_sglang.cht.tree import Candidate, ChunkedHashTree, Follower, Group, Run
 
-__all__ = ["DEFAULT_CHUNK_SIZE", "Candidate", "ChunkedHashTree", "Group", "Run", "TokenIds", "chunk_hashes"]
+__all__ = ["DEFAULT_CHUNK_SIZE", "Candidate", "ChunkedHashTree", "Follower", "Group", "Run", "TokenIds", "chunk_hashes"]

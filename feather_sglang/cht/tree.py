@@ -65,6 +65,13 @@ class Run(NamedTuple):
     sharing: int
 
 
+class Follower(NamedTuple):
+    """A waiting request, and how many chunks it shares with the one that it follows."""
+
+    rid: Hashable
+    depth: int
+
+
 class Group(NamedTuple):
     """Requests whose longest prefix shared with another request is the same."""
 
@@ -229,14 +236,14 @@ class ChunkedHashTree:
             node = _parent(node)
         return first_pending.count if first_pending is not None else 0
 
-    def would_hold(self, rid: Hashable) -> int:
-        """Waiting requests that activating this waiting one with ``ready=False`` would hold. O(path)."""
+    def would_hold(self, rid: Hashable, ready: int = 0) -> int:
+        """Waiting requests that activating this waiting one, and marking ``ready`` chunks, would hold. O(path)."""
         node = _node_of(self._waiting(rid))
-        first_uncovered: _Node | None = None
-        while not node.support:
-            first_uncovered = node
+        first_pending: _Node | None = None
+        while not node.support and node.depth > ready:
+            first_pending = node
             node = _parent(node)
-        return first_uncovered.count - 1 if first_uncovered is not None else 0
+        return first_pending.count - 1 if first_pending is not None else 0
 
     def candidate(self, rid: Hashable) -> Candidate:
         """The waiting request seen from the batch. O(path). Raises ``KeyError`` if it is unknown or active."""
@@ -284,6 +291,21 @@ class ChunkedHashTree:
         self._put_back()
         node = self._nearest()
         return self._winner(node) if node is not None else None
+
+    def nearest_waiting(self, rid: Hashable) -> Follower | None:
+        """Who would follow an active request best, now that it is about to leave.
+
+        Of those that branch off from its computed prefix last, and below :attr:`base_depth`, the first with the fewest
+        chunks; ``None`` if there is none. Those that share more with another active request don't count. O(path).
+        Raises ``KeyError`` if ``rid`` is unknown or waiting.
+        """
+        node = _node_of(self._active(rid))
+        base = self._base()
+        while node is not base and node.depth:
+            if node.ready and node.best != _NOTHING:
+                return Follower(_winner_below(node).rid, node.depth)
+            node = _parent(node)
+        return None
 
     def best_run(self, limit: int) -> Run | None:
         """What :meth:`best_sharing` would offer, again and again, if each were activated with ``ready=False``.

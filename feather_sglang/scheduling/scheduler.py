@@ -21,6 +21,7 @@ from feather_sglang.scheduling.counters import Counters
 from feather_sglang.scheduling.policies import make_policy
 from feather_sglang.scheduling.policy import BatchingPolicy, BatchState
 from feather_sglang.scheduling.settings import Settings
+from feather_sglang.scheduling.warm import WarmRequests
 
 # How far past held requests to look for one that is not; more are held only for the passes of one prefill.
 _SCAN = 128
@@ -64,9 +65,12 @@ class FeatherScheduler:
         settings: see :class:`Settings`.
         max_batch: the engine's running slots.
         policy: a batching policy; by default the one that ``settings`` name.
+        kv_tokens: tokens that the engine's prefix cache holds, for who follows a group that has left; 0: unknown.
     """
 
-    def __init__(self, settings: Settings, max_batch: int, policy: BatchingPolicy | None = None) -> None:
+    def __init__(
+        self, settings: Settings, max_batch: int, policy: BatchingPolicy | None = None, kv_tokens: int = 0
+    ) -> None:
         if max_batch < 1:
             raise ValueError(f"max_batch must be at least 1, got {max_batch}")
         self.tree = ChunkedHashTree(settings.chunk_size)
@@ -79,6 +83,7 @@ class FeatherScheduler:
         self._queue = ArrivalOrder()  # those who wait
         self._active: dict[Hashable, None] = {}  # in order of admission
         self._computing: dict[Hashable, None] = {}  # active, prefix not fully computed yet; in order of admission
+        self._warm = WarmRequests(kv_tokens)
         self._next_seq = 0
         self._passes = 0  # passes in which somebody was passed over
         self._now_s = 0.0  # what the engine last said
@@ -87,6 +92,8 @@ class FeatherScheduler:
         self._deadline_s = math.inf
         self._planned: list[Hashable] = []  # the open plan
         self._tickets: list[Ticket] = []  # of those planned
+        self._costs: list[int] = []  # of those planned, the tokens to compute
+        self._cached: dict[Hashable, int] = {}  # chunks that a relative that left had of those planned that follow it
         self._activated = 0  # how many of it the tree has as active already
         self._open = False
         self._stop = Stop.EMPTY
@@ -106,17 +113,27 @@ class FeatherScheduler:
 
     def admit(self, rid: Hashable) -> None:
         """The engine admitted a waiting request outside the plan. Raises ``KeyError`` if it is not waiting."""
-        self._activate([rid], [self._ticket(rid)])
+        ticket = self._ticket(rid)
+        self._activate([rid], [ticket])
+        self._warm.discard([ticket])
         self._interval += 1
         self._settled = False
 
-    def leave(self, rid: Hashable) -> None:
-        """A request finished or was aborted, running or waiting. Raises ``KeyError`` for an unknown one."""
+    def leave(self, rid: Hashable, generated: int = 0) -> None:
+        """A request finished or was aborted, running or waiting. Raises ``KeyError`` for an unknown one.
+
+        ``generated``: its output tokens.
+        """
         ticket = self._ticket(rid)
+        follower = self.tree.nearest_waiting(rid) if rid in self._active else None
         self.tree.remove(rid)
         self._active.pop(rid, None)
         self._computing.pop(rid, None)
         self._queue.discard(ticket)
+        self._warm.discard([ticket])
+        self._warm.computed(generated)
+        if follower is not None:
+            self._warm.add(self._ticket(follower.rid), follower.depth)
         ticket.rid = None  # the queue may keep the ticket for a while, but not what the engine calls a request
         self._settled = False
 
@@ -198,13 +215,13 @@ class FeatherScheduler:
             return None
         oldest = self._queue.first()
         overdue = self._passes >= oldest.since + self._max_passes or self._now_s >= oldest.since_s + self._max_wait_s
-        if overdue or not self.tree.num_active:
+        if overdue:
             return Upcoming(self.tree.candidate(oldest.rid), False, True)
         best = self.tree.best_sharing()
         if best is not None:
             return Upcoming(best, True, False)
-        free = (ticket for ticket in islice(self._queue, _SCAN) if not self.tree.held(ticket.rid))
-        return Upcoming(self.tree.candidate(next(free, oldest).rid), False, False)
+        stranger = self._stranger(oldest) or oldest
+        return Upcoming(self.tree.candidate(stranger.rid), False, not self.tree.num_active)
 
     # ----------------------------------------------------------------- changes
 
@@ -243,7 +260,8 @@ class FeatherScheduler:
         self._forced = False
         planned: list[Hashable] = []
         tickets: list[Ticket] = []
-        self._planned, self._tickets = planned, tickets
+        costs: list[int] = []
+        self._planned, self._tickets, self._costs = planned, tickets, costs
         self._activated = 0
         held = self.held
         stop: Stop | None = None
@@ -271,7 +289,9 @@ class FeatherScheduler:
                 ticket: Ticket = notes[number]
                 planned.append(rids[number])
                 tickets.append(ticket)
-                token_budget -= missing[number] * chunk_size + ticket.tokens % chunk_size or 1
+                cost = missing[number] * chunk_size + ticket.tokens % chunk_size or 1
+                costs.append(cost)
+                token_budget -= cost
             held += sum(holds[:allowed])
             slots -= allowed
         self._stop = stop
@@ -285,8 +305,8 @@ class FeatherScheduler:
         if not self._open:
             return
         self._open = False
-        planned, tickets, activated = self._planned, self._tickets, self._activated
-        self._planned, self._tickets = [], []
+        planned, tickets, costs, activated = self._planned, self._tickets, self._costs, self._activated
+        self._planned, self._tickets, self._costs = [], [], []
         ran = set(admitted)
         if self._forced and planned[0] in ran:
             if self._passes >= tickets[0].since + self._max_passes:
@@ -294,18 +314,23 @@ class FeatherScheduler:
             else:
                 self.counters.forced_by_wait += 1
         newest = -1
+        served: list[Ticket] = []
         joined: list[Hashable] = []
         joined_tickets: list[Ticket] = []
         for number, rid in enumerate(planned):
             ticket = tickets[number]
             if rid in ran:
                 newest = max(newest, ticket.seq)
+                served.append(ticket)
+                self._warm.computed(costs[number])
                 if number >= activated:
                     joined.append(rid)
                     joined_tickets.append(ticket)
             elif number < activated:
                 self._deactivate(rid)
         self._activate(joined, joined_tickets)
+        self._cached.clear()
+        self._warm.discard(served)
         if ran:
             self._interval += 1
         self._policy.formed(self._interval, self.tree.num_active)
@@ -332,20 +357,38 @@ class FeatherScheduler:
         overdue = not self._forced and (
             self._passes >= oldest.since + self._max_passes or self._now_s >= oldest.since_s + self._max_wait_s
         )
-        if overdue or not self.tree.num_active:
-            self._forced = overdue or self._forced  # once a pass: a long queue must not turn it all into FCFS
+        if overdue:
+            self._forced = True  # once a pass: a long queue must not turn it all into FCFS
             return self._alone(oldest.rid), False, True
         run = self.tree.best_run(slots)
         if run is not None:
             return run, True, False
+        stranger = self._stranger(oldest)
+        return (self._alone(stranger.rid) if stranger is not None else None), False, not self.tree.num_active
+
+    def _stranger(self, oldest: Ticket) -> Ticket | None:
+        """Who is next where nobody shares anything with the batch: whose prefix is cached, else the longest waiting."""
+        warm = self._warm.first(self._unavailable)
+        if warm is not None:
+            return warm.ticket
+        if not self.tree.num_active:
+            return oldest
         for ticket in islice(self._queue, _SCAN):
             if not self.tree.held(ticket.rid):
-                return self._alone(ticket.rid), False, False
-        return None, False, False
+                return ticket
+        return None
+
+    def _unavailable(self, rid: Hashable) -> bool:
+        return self.tree.is_active(rid) or self.tree.held(rid)
 
     def _alone(self, rid: Hashable) -> Run:
-        one = self.tree.candidate(rid)
-        return Run([rid], [self._ticket(rid)], [one.missing], [self.tree.would_hold(rid)], one.delta, one.sharing)
+        one, ticket = self.tree.candidate(rid), self._ticket(rid)
+        warm = self._warm.get(ticket)
+        cached = warm.depth if warm is not None else 0
+        if cached:
+            self._cached[rid] = cached
+        holds = self.tree.would_hold(rid, cached)
+        return Run([rid], [ticket], [one.missing], [holds], one.delta, one.sharing)
 
     def _ticket(self, rid: Hashable) -> Ticket:
         ticket: Ticket = self.tree.note(rid)
@@ -357,6 +400,10 @@ class FeatherScheduler:
         self.tree.activate_run(rids)
         for ticket in tickets:
             self._queue.discard(ticket)
+        if self._cached:
+            for rid in rids:
+                if rid in self._cached:  # nobody has to wait for what its relative had
+                    self.tree.mark_ready(rid, self._cached[rid])
         now = dict.fromkeys(rids)
         self._active.update(now)
         self._computing.update(now)
@@ -372,6 +419,8 @@ class FeatherScheduler:
         self.tree._check()
         assert self.tree.num_waiting == len(self._queue)
         self._queue._check()
+        self._warm._check()
+        assert all(warm.ticket.waits or warm.ticket in self._tickets for warm in self._warm._left.values())
         waiting = list(self.waiting)
         assert waiting == sorted(waiting, key=lambda rid: self._ticket(rid).seq)
         assert not any(self.tree.is_active(rid) for rid in waiting)
@@ -380,6 +429,7 @@ class FeatherScheduler:
             assert self.tree.is_active(rid)
         assert self._computing.keys() <= self._active.keys()
         assert [ticket.rid for ticket in self._tickets] == self._planned
+        assert self._open or not self._cached
         for number, rid in enumerate(self._planned):
             assert self.tree.is_active(rid) == (number < self._activated)
 

@@ -57,7 +57,10 @@ class Settings:
         low=0,
     )
     weight_tokens: int = _setting(
-        0, "tokens whose KV is as large as the model's weights, for min_batch 0; 0: found out at start", low=0
+        0,
+        "tokens whose KV is as large as the model's weights, for min_batch 0; 0: found out at start, without limit "
+        "where decode attention gains nothing from a shared prefix (torch_native)",
+        low=0,
     )
     max_passes: int = _setting(
         2048, "scheduling passes that a waiting request may be passed over before it is served next", low=1

@@ -303,6 +303,7 @@ class Engine:
         self._ratio = max(self._ratio - steps * _DECAY, _LEAST_RATIO)
         batch.read += tokens
         batch.distinct += tokens
+        self._arrive()  # before those leave whom an arrival may follow, however many steps were one
         while self._ends and self._ends[0][0] <= self._step:
             job = heappop(self._ends)[2]
             self._depart(job)

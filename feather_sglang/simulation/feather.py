@@ -27,7 +27,7 @@ class Feather(Queue):
 
     def __init__(self, cache: PrefixCache, settings: Settings, max_running: int, token_budget: int) -> None:
         super().__init__(cache)
-        self.core = FeatherScheduler(settings, max_running)
+        self.core = FeatherScheduler(settings, max_running, kv_tokens=cache.capacity)
         self._chunk_size = settings.chunk_size
         self._token_budget = token_budget
         self._changed = False  # a skipped pass found that its plan no longer holds
@@ -92,4 +92,4 @@ class Feather(Queue):
     def left(self, job: Job) -> None:
         """See ``FeatherScheduler``."""
         self.work.left += 1
-        self.core.leave(job)
+        self.core.leave(job, job.generated)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-from feather_sglang.cht import Candidate
+from feather_sglang.cht import Candidate, Follower
 
 
 def shared(a: Sequence[int], b: Sequence[int]) -> int:
@@ -112,3 +112,17 @@ class ModelTree:
         if not free:
             return None
         return self.candidate(min(free, key=lambda w: (self.candidate(w).delta, self.missing(w), self.seq[w])))
+
+    def nearest_waiting(self, rid):
+        if rid not in self.active:
+            raise KeyError
+        own = self.vectors[rid]
+        found = [
+            w
+            for w in self.waiting
+            if self.base_depth < shared(self.vectors[w], own) == self.covered(w) and not self.held(w)
+        ]
+        if not found:
+            return None
+        w = min(found, key=lambda w: (-self.covered(w), self.missing(w), self.seq[w]))
+        return Follower(w, self.covered(w))

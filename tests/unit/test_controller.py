@@ -39,6 +39,7 @@ class Engine:
         self.waiting_queue, self.chunked_req, self.tree_cache = [], None, None
         self.running_batch = SimpleNamespace(reqs=[], batch_is_full=False)
         self.max_running_requests, self.max_prefill_tokens, self.chunked_prefill_size = slots, 10**6, None
+        self.max_total_num_tokens = 10**6
         self.policy = SimpleNamespace()
         self.own_passes = 0
         chosen = Settings.parse({"chunk_size": 4, "min_batch": 2, **settings}, "test")

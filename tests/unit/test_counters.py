@@ -67,7 +67,7 @@ def test_counts_equal_what_the_engine_saw(seed):
             tokens += len(running)
             homogeneous += len(running) > 1 and shared_chunks(running) > 0
     counts = engine.controller.counts()
-    assert engine.controller.failures == 0 and homogeneous > 10 and steps - homogeneous > 10
+    assert engine.controller.failures == 0 and homogeneous > 5 and steps - homogeneous > 5
     assert counts["added"] == added == n - len(engine.waiting_queue)
     assert counts["decode_steps"] == steps and counts["output_tokens"] == tokens
     assert counts["homogeneous_decode_steps"] == homogeneous

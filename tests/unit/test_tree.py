@@ -27,6 +27,8 @@ def same(tree: ChunkedHashTree, model: ModelTree) -> None:
         if rid in model.waiting:
             assert tree.held(rid) == model.held(rid)
             assert tree.candidate(rid) == model.candidate(rid)
+        else:
+            assert tree.nearest_waiting(rid) == model.nearest_waiting(rid)
 
 
 prompts = st.lists(st.integers(0, 2), max_size=7)

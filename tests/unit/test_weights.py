@@ -7,10 +7,11 @@ import pytest
 torch = pytest.importorskip("torch")
 common = pytest.importorskip("sglang.srt.utils")
 
-from feather_sglang.engines.sglang.weights import weight_tokens
+from feather_sglang.engines.sglang.weights import WITHOUT_LIMIT, weight_tokens
+from feather_sglang.scheduling import BatchState, Settings, StaticPolicy
 
 
-def scheduler(rank=0, ranks=1, parameters=((1000, 50), (1000,)), gib=2**-10):
+def scheduler(rank=0, ranks=1, parameters=((1000, 50), (1000,)), gib=2**-10, **arguments):
     tensors = [torch.zeros(shape, dtype=torch.bfloat16) for shape in parameters]
     pool = SimpleNamespace(size=1024, get_kvcache=lambda: SimpleNamespace(mem_usage=gib))
     return SimpleNamespace(
@@ -20,11 +21,22 @@ def scheduler(rank=0, ranks=1, parameters=((1000, 50), (1000,)), gib=2**-10):
         token_to_kv_pool_allocator=pool,
         tp_group=SimpleNamespace(rank=rank + 4, ranks=[4, 5]),
         tp_cpu_group="cpu",
+        server_args=SimpleNamespace(attention_backend="flashinfer", **arguments),
     )
 
 
 def test_bytes_of_the_weights_over_bytes_of_a_token():
     assert weight_tokens(scheduler()) == 102_000 // 1024
+
+
+def test_where_decode_gains_nothing_from_a_shared_prefix_no_batch_is_kept_as_it_is():
+    indifferent = scheduler(decode_attention_backend="torch_native")
+    assert weight_tokens(indifferent) == WITHOUT_LIMIT
+    indifferent.server_args = SimpleNamespace(decode_attention_backend=None, attention_backend="torch_native")
+    assert weight_tokens(indifferent) == WITHOUT_LIMIT
+    settings = Settings(weight_tokens=WITHOUT_LIMIT)
+    assert StaticPolicy(settings, 4096).admit(BatchState(4095, 9, 1, False, 0, depth=10**6))
+    assert weight_tokens(scheduler(decode_attention_backend="flashinfer")) == 102_000 // 1024
 
 
 def test_every_rank_has_rank_0s_figure(monkeypatch):

@@ -521,6 +521,8 @@ class Controller:
             if chunked is not None:
                 running[chunked] = None
             for req in [req for req in core.active if req not in running]:
+                if req in self._cached:  # it finished with its first output: its prompt is cached all the same
+                    self._note_progress(req)
                 self._leaves(req)
             for req in running:
                 self._is_running(req)
@@ -564,7 +566,7 @@ class Controller:
             self._cached[req] = (len(req.output_ids), -1)
 
     def _leaves(self, req: Any) -> None:
-        self._core.leave(req)
+        self._core.leave(req, len(req.output_ids))
         self._cached.pop(req, None)
 
     def _note_progress(self, req: Any) -> None:
@@ -584,7 +586,10 @@ class Controller:
     # ---------------------------------------------------------------- failing
 
     def _new_core(self) -> FeatherScheduler:
-        return FeatherScheduler(self._settings, self._scheduler.max_running_requests)
+        scheduler = self._scheduler
+        return FeatherScheduler(
+            self._settings, scheduler.max_running_requests, kv_tokens=scheduler.max_total_num_tokens
+        )
 
     def _failed(self, doing: str) -> None:
         """Called in an ``except`` clause: Feather starts afresh, and what it has left undone is SGLang's policy's.

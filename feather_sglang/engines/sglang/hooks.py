@@ -135,6 +135,7 @@ READS: tuple[Reads, ...] = (
     ),
     Reads("sglang.srt.observability.metrics_collector.SchedulerMetricsCollector", ("labels",)),
     Reads(_SCHEDULER, ("max_running_requests", "max_prefill_tokens", "chunked_prefill_size", "server_args")),
+    Reads(_SCHEDULER, ("max_total_num_tokens",)),
     Reads(_SCHEDULER, ("tp_worker", "token_to_kv_pool_allocator", "tp_group", "tp_cpu_group")),
     Reads(_SCHEDULER, ("tp_rank", "tp_size", "dp_rank"), until="0.5.12.post1"),
     Reads(_SCHEDULER, ("ps",), since="0.5.13", until="0.5.20"),
