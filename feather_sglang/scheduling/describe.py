@@ -59,7 +59,7 @@ def _verdict(
     """Whether the next plan would admit it, as far as that can be said now, and why."""
     batch = core.tree.num_active
     if not batch:
-        return True, "nobody runs, and it has waited longest"
+        return True, f"nobody runs, and {'its prefix is cached' if upcoming.follows else 'it has waited longest'}"
     if batch >= slots:
         return False, f"no running slot is free, all {slots} are taken"
     if full:

@@ -52,6 +52,8 @@ class Upcoming(NamedTuple):
     related: bool
     #: Whether it is served without asking the policy: nobody runs, or it has waited for too long.
     must: bool
+    #: Whether it follows a relative that has left the batch, whose prefix is probably cached.
+    follows: bool = False
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -221,7 +223,8 @@ class FeatherScheduler:
         if best is not None:
             return Upcoming(best, True, False)
         stranger = self._stranger(oldest) or oldest
-        return Upcoming(self.tree.candidate(stranger.rid), False, not self.tree.num_active)
+        follows = self._warm.get(stranger) is not None
+        return Upcoming(self.tree.candidate(stranger.rid), False, not self.tree.num_active, follows)
 
     # ----------------------------------------------------------------- changes
 
@@ -388,7 +391,8 @@ class FeatherScheduler:
         if cached:
             self._cached[rid] = cached
         holds = self.tree.would_hold(rid, cached)
-        return Run([rid], [ticket], [one.missing], [holds], one.delta, one.sharing)
+        missing = one.missing - max(cached - one.covered, 0)
+        return Run([rid], [ticket], [missing], [holds], one.delta, one.sharing)
 
     def _ticket(self, rid: Hashable) -> Ticket:
         ticket: Ticket = self.tree.note(rid)

@@ -116,12 +116,13 @@ class ModelScheduler:
             if not must and not self.policy.admit(state):
                 self.stop = Stop.HELD if held else Stop.POLICY
                 break
-            own, computed = tree.vectors[rid], seen.covered
+            own, computed, missing = tree.vectors[rid], seen.covered, seen.missing
             if self.is_warm(rid) and not related:
                 self.cached[rid] = self.warm[rid][0]
                 computed = max(computed, self.cached[rid])
+                missing = len(own) - computed
             held += sum(shared(tree.vectors[w], own) > computed for w in waiting if w != rid)
-            cost = seen.missing * chunk + self.tokens[rid] % chunk or 1
+            cost = missing * chunk + self.tokens[rid] % chunk or 1
             self.planned.append((rid, cost))
             slots, budget = slots - 1, budget - cost
             self.activate(tree, rid)

@@ -436,3 +436,21 @@ def test_followers_go_as_soon_as_a_chunk_of_the_leader_is_cached():
     leader.prefix_len = 40
     around_get_new_batch_prefill(Engine.prefill, engine, 9, running_batch=engine.running_batch)
     assert not engine.waiting_queue
+
+
+def test_a_group_whose_requests_end_with_their_prefill_stays_together():
+    engine = Engine(slots=2)
+    shared = [7] * 32
+    engine.waiting_queue = [
+        Req(0, [*shared, 1]),
+        Req("stranger", [9] * 32),
+        *(Req(number, [*shared, *[number] * 4]) for number in (1, 2)),
+    ]
+    order = []
+    for _ in range(6):
+        admitted = engine.run_pass()
+        order.append([req.rid for req in admitted])
+        for req in admitted:
+            req.output_ids.append(5)
+        engine.running_batch.reqs = []
+    assert order[:3] == [[0], [1, 2], ["stranger"]] and engine.controller.failures == 0

@@ -11,7 +11,7 @@ from model import shared
 from test_scheduler import CHUNK, arrive, make, prompt
 
 from feather_sglang.cht import ChunkedHashTree, chunk_hashes
-from feather_sglang.scheduling import BatchState, Settings, StaticPolicy
+from feather_sglang.scheduling import BatchState, FeatherScheduler, Settings, StaticPolicy
 from feather_sglang.scheduling.describe import describe
 
 SETTINGS = Settings.parse({"chunk_size": CHUNK, "min_batch": 2}, "test")
@@ -178,3 +178,15 @@ def test_only_the_biggest_groups_are_listed():
         (each["waiting"] for each in groups), reverse=True
     )
     assert groups[0] == {"tokens": CHUNK * (2 + 27), "waiting": 8, "active": 0}
+
+
+def test_who_follows_a_group_that_has_left():
+    scheduler = FeatherScheduler(Settings(chunk_size=CHUNK), 1, kv_tokens=1000)
+    scheduler.arrive("first", (1, 2), 2 * CHUNK)
+    scheduler.confirm(scheduler.plan(1, 100).order)
+    scheduler.progress("first", None)
+    scheduler.arrive("stranger", (5,), CHUNK)
+    scheduler.arrive("second", (1, 3), 2 * CHUNK)
+    scheduler.leave("first")
+    best = told(scheduler)["best"]
+    assert best["rid"] == "second" and best["why"] == "nobody runs, and its prefix is cached"

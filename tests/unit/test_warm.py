@@ -93,6 +93,11 @@ def test_prompts_and_outputs_push_a_prefix_out_of_the_cache():
     assert scheduler._warm.first(lambda rid: False) is None
 
 
+def test_what_is_cached_costs_none_of_the_tokens_of_a_prefill():
+    scheduler = half_served()
+    assert scheduler.plan(SLOTS, 3 * CHUNK + 1).order == [(0, 4), (0, 5), (0, 6), "old"]
+
+
 def test_groups_that_left_are_followed_in_order_of_arrival():
     scheduler = make(min_batch=2)
     for number in range(3):
