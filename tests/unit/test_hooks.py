@@ -142,6 +142,13 @@ def test_a_module_that_cannot_be_imported_says_why(scheduler_class, tmp_path, mo
     assert "No module named 'no_such_driver'" in hooks.problems()[0]
 
 
+def test_compiled_modules_of_an_older_source_are_a_problem(scheduler_class, monkeypatch):
+    hooks.register()
+    monkeypatch.setattr(hooks.compiling, "stale", lambda: True)
+    [problem] = hooks.problems()
+    assert "run: feather-sglang compile" in problem
+
+
 def test_other_plugins_are_named(scheduler_class):
     class Replacement(scheduler_class):
         pass

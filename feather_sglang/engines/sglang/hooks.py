@@ -8,6 +8,7 @@ import pkgutil
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from feather_sglang import compiling
 from feather_sglang.engines.sglang import admission, endpoints, runtime, startup
 from feather_sglang.engines.sglang.releases import NEWEST, OLDEST, RELEASES, SUPPORTED, installed, within
 
@@ -221,6 +222,8 @@ def problems() -> list[str]:
     unknown = unknown_release()
     if unknown is not None:
         return [unknown]
+    if compiling.stale():
+        return ["the compiled modules are of another version of Feather's source; run: feather-sglang compile"]
     return [f"{state.hook.target}: {state.problem}" for state in states() if state.problem is not None]
 
 
