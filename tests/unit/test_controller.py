@@ -454,3 +454,14 @@ def test_a_group_whose_requests_end_with_their_prefill_stays_together():
             req.output_ids.append(5)
         engine.running_batch.reqs = []
     assert order[:3] == [[0], [1, 2], ["stranger"]] and engine.controller.failures == 0
+
+
+def test_outputs_of_who_left_take_room_in_the_cache():
+    engine = Engine()
+    engine.waiting_queue = [Req(0, [7] * 8)]
+    [req] = engine.run_pass()
+    req.output_ids += [5] * 3
+    engine.running_batch.reqs = []
+    engine.waiting_queue = [Req(1, [9] * 8)]
+    engine.run_pass()
+    assert engine.controller.core._warm._computed == 8 + 3 + 8

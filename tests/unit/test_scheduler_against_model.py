@@ -33,7 +33,6 @@ class Pair:
         self.real = FeatherScheduler(chosen, SLOTS, kv_tokens=kv_tokens)
         self.model = ModelScheduler(chosen, SLOTS, kv_tokens)
         self.arrived = 0
-        self.served = 0
 
     def tell(self, what: str, *args) -> None:
         for each in (self.real, self.model):
@@ -69,7 +68,6 @@ class Pair:
         assert plan.order or running or not model.tree.waiting
         refused = rng.randrange(3) if running and rng.random() < 0.3 else 0
         taken = plan.order[: max(len(plan.order) - refused, 0)]
-        self.served += len(taken)
         self.tell("confirm", taken)
 
 
