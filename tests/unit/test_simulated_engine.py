@@ -286,6 +286,15 @@ def test_passes_are_counted_through_a_jump():
     assert done[20] < done[10_000] / 4
 
 
+def test_what_is_left_of_a_group_follows_it():
+    """Two at a time end together; the stranger has waited longer than the other two of the group."""
+    group = [Ask(0.0, [(0, 640), (n, 64)], 4) for n in range(1, 5)]
+    workload = build("left", "", [group[0], Ask(0.0, [(9, 704)], 4), *group[1:]])
+    _, engine = run(workload, "feather-static", EngineConfig(50_000, 2), settings=Settings(min_batch=2))
+    assert engine.recorder.order == [0, 2, 3, 4, 1]
+    assert engine.queue.core._warm._computed == 2 * 704 + 3 * 64 + 5 * 4, "prompts without what is cached, and outputs"
+
+
 def queue_of(kind, prompts, capacity=100_000):
     cache = PrefixCache(capacity)
     queue, jobs = kind(cache), jobs_of(*prompts)
